@@ -29,11 +29,9 @@ from checkpoints import (  # noqa: E402
     adamw,
     batch,
     by_name,
-    count_calls,
     iterate,
     loaded,
     loader,
-    prompt,
     rows,
     same_by_name,
     types,
@@ -53,7 +51,6 @@ pytestmark = [
 ]
 
 LOW = {"O2": "float16", "O5": "bfloat16", "O5, split": "bfloat16"}
-WRITERS = [name for name in MODELS if name != "ViT"]
 every_model = pytest.mark.parametrize("name", MODELS)
 every_training = pytest.mark.parametrize("training", TRAININGS)
 
@@ -103,40 +100,6 @@ def test_a_loop_has_the_bits_of_the_model_in_fp32(training, name, folder):
     amp.restore()
     assert set(types(model).values()) <= {torch.bfloat16, torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-@crossed({"reentrant": [False, True]}, every_training, every_model, meet=1)
-def test_gradient_checkpointing_changes_nothing(reentrant, training, name, folder):
-    losses, wide = expected(folder, name, training)
-    model, optimizer = begun(folder, name, training)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    calls = count_calls(model)
-    assert iterate(model, optimizer, name) == losses
-    assert same(masters_of(optimizer), wide)
-    assert len(calls) == 2 * len(losses), "each forward comes again in backward"
-
-
-@crossed(
-    every_training,
-    {"name": WRITERS},
-    pytest.mark.parametrize("methods", [(), ("generate",)], ids=["model.generate", "methods=('generate',)"]),
-    meet=1,
-)
-def test_generate_between_steps_changes_nothing(training, name, methods, folder):
-    def write(model, step):
-        before = by_name(model)
-        tokens = model.eval().generate(**prompt(step))
-        assert tokens.shape == (4, 8) and tokens.dtype is torch.int64
-        assert same_by_name(by_name(model), before)
-        model.train()
-
-    losses, wide = expected(folder, name, training)
-    model = loaded(written(name, folder), name)
-    model, optimizer = amp.initialize(model, adamw(model), **TRAININGS[training], methods=methods, verbosity=0)
-    assert iterate(model, optimizer, name, between=write) == losses
-    assert same(masters_of(optimizer), wide)
 
 
 @crossed(every_training, every_model, meet=1)
@@ -230,15 +193,6 @@ def test_lightning_has_the_bits_of_the_fp32_model_and_restores_the_incoming_type
     assert type(module) is Lit and {p.dtype for p in module.parameters()} == {torch.bfloat16}
     rounded = {key: value.bfloat16() for key, value in module.ended.items()}
     assert same_by_name(by_name(module), rounded)
-
-
-@every_training
-def test_lightning_restores_the_incoming_type_after_each_fit(training, folder):
-    module = Lit(loaded(written("Llama", folder), "Llama"))
-    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
-        module.to(dtype)
-        trainer(OptLevelPrecision(**TRAININGS[training], verbosity=0), max_steps=1).fit(module, loader())
-        assert {p.dtype for p in module.parameters()} == {dtype}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -166,28 +166,6 @@ def test_the_trainer_does_what_the_loop_does(level, tmp_path):
     assert same(weights(trainer.model), weights(model))
 
 
-class Penalized:
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss + 0.125 * sum(p.square().sum() for p in model.parameters())
-
-
-class OwnLoss:
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        return nn.functional.cross_entropy(model(inputs["input_ids"]).logits[:, :-1].mT, inputs["labels"][:, 1:])
-
-
-@pytest.mark.parametrize("kind", [Penalized, OwnLoss])
-def test_the_loss_that_a_subclass_of_the_trainer_makes_is_scaled(kind, tmp_path):
-    ours = hf_trainer(tmp_path, "O0", amp_options={"loss_scale": 512.0}, bases=(kind,))
-    theirs = hf_trainer(tmp_path, None, bases=(kind,))
-    ours.train()
-    theirs.train()
-    for name in ("loss", "grad_norm"):
-        assert logged_of(ours, name) == logged_of(theirs, name)
-    assert same(weights(ours.model), weights(theirs.model))
-
-
 class ScaleOf512(transformers.TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}})
@@ -243,34 +221,6 @@ def test_the_trainer_s_saved_files_say_fp32_and_load_as_fp32(level, tmp_path):
         assert back.dtype is torch.float32 and same(weights(back), masters)
 
 
-class Unknown(nn.Module):
-    """A model that is none of transformers'."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(32, 1)
-
-    def forward(self, input_ids, labels):
-        return (self.words(input_ids).float().mean(),)
-
-
-def test_the_trainer_saves_models_without_a_config_and_leaves_other_configs_alone(tmp_path):
-    trainer = hf_trainer(tmp_path, "O2", max_steps=2, model=Unknown())
-    trainer.train()
-    trainer.save_model()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "training_args.bin"]
-    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
-    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
-    trainer.save_model()
-    assert (tmp_path / "config.json").read_text() == '{"dtype": "bfloat16"}'
-
-
-def test_the_trainer_evaluates_without_scaling(tmp_path):
-    trainer, plain = hf_trainer(tmp_path, "O1"), hf_trainer(tmp_path, None)
-    trainer.create_optimizer()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("given", "way_out"),
     [({"opt_level": "O5"}, "O5 is enough"), ({}, "and give opt_level='O4' or 'O5'")],
@@ -288,19 +238,6 @@ def test_the_trainer_takes_the_options_of_initialize_by_name(tmp_path):
     optimizer = trainer.create_optimizer()
     assert {master.dtype for master in amp.master_params(optimizer)} == {torch.float32}
     assert policy_of(trainer.model).master_weights == "split"
-
-
-def test_the_trainer_refuses_an_option_that_is_given_twice(tmp_path):
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(TypeError, match="loss_scale is given by name and in amp_options; give it once, by name"):
-        OptLevelTrainer(gpt(), arguments, loss_scale=8.0, amp_options={"loss_scale": 8.0})
-
-
-def test_a_trainer_that_is_not_enabled_is_the_trainer(tmp_path):
-    ours, theirs = hf_trainer(tmp_path, "O2", amp_options={"enabled": False}), hf_trainer(tmp_path, None)
-    ours.train()
-    theirs.train()
-    assert logged_of(ours, "loss") == logged_of(theirs, "loss")
 
 
 @pytest.mark.slow

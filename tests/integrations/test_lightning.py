@@ -23,10 +23,10 @@ from three_ways import spied_kernels  # noqa: E402
 from training import LEVELS, same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
-from amp_patch.casts import state as casts_state  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
 from amp_patch.integrations.pytorch_lightning import OptLevelPrecision as OtherPrecision  # noqa: E402
 from amp_patch.masters.held_gradients import can_wait  # noqa: E402
+from amp_patch.training import observers  # noqa: E402
 
 pytestmark = PACKAGES_WARN
 
@@ -50,7 +50,7 @@ def by_hand(level: str, *, clip: Any = None, every: int = 1, inputs: torch.Tenso
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-    scale = optimizer._amp_stash.scalers[0].loss_scale()
+    scale = observers.loss_scale_of(optimizer)
     amp.restore()
     return model, [*losses, scale]
 
@@ -87,17 +87,6 @@ def test_lightning_steps_split_masters_though_it_gives_each_step_a_closure():
             schedule.step()
     amp.restore()
     assert same(weights(module.net), weights(model))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_lightning_gives_the_module_back(level):
-    module = Classifier()
-    trainer(OptLevelPrecision(level)).fit(module, loader())
-    computed = {"O0": torch.float32, "O4": torch.bfloat16, "O5": torch.bfloat16}.get(level, torch.float16)
-    assert module.dtypes == {computed}
-    assert type(module) is Classifier and type(module.net) is nn.Sequential
-    assert {p.dtype for p in module.parameters()} == {torch.float32}
-    assert casts_state.default() is None and casts_state.current() is None, "no casts outside of the steps"
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
@@ -220,37 +209,6 @@ def test_lightning_shows_hooks_unscaled_gradients_and_lets_a_step_be_left_out():
     assert seen[1][::2] == pytest.approx(seen[0][::2], rel=1e-2)
 
 
-def test_lightning_keeps_a_child_in_fp32():
-    class Kept(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.exact = nn.Linear(8, 8)
-            self.expected = self.exact(INPUTS[:8])
-
-        def loss(self, batch):
-            assert torch.equal(self.exact(batch[0]), self.expected)
-            return super().loss(batch)
-
-    module = Kept()
-    trainer(OptLevelPrecision("O2", keep_fp32="exact"), max_steps=1).fit(module, loader())
-    assert module.dtypes == {torch.float16}
-
-
-def test_lightning_trains_parameters_that_were_frozen_at_first():
-    class Thawed(Classifier):
-        def on_train_start(self):
-            self.unfreeze()
-
-    frozen, usual = Thawed(), Classifier()
-    for module in (frozen, usual):
-        module.net[1] = nn.Identity()  # a batch norm, FP32, would be thawed with its master
-    frozen.freeze()
-    frozen.train()
-    trainer(OptLevelPrecision("O2")).fit(frozen, loader())
-    trainer(OptLevelPrecision("O2")).fit(usual, loader())
-    assert same(weights(frozen), weights(usual))
-
-
 def test_lightning_passes_a_closure_to_lbfgs_at_o0():
     class Evaluating(Classifier):
         def configure_optimizers(self):
@@ -291,14 +249,14 @@ def test_lightning_defers_gradients_and_steps_in_one_pass(level, clip, monkeypat
             kernels.clear()
 
         def on_before_optimizer_step(self, trainer, module, optimizer):
-            waiting = optimizer._amp_stash.masters.waiting
-            seen.append(sum(grad.nbytes for grad in waiting.tensors()) / sum(p.numel() for p in low(module)))
+            grads = observers.gradients_of([master for _, master in observers.pairs_of(optimizer)])
+            seen.append(sum(grad.nbytes for grad in grads if grad.dtype is not torch.float32) / count(module))
 
         def on_train_batch_end(self, trainer, module, *_):
             (optimizer,) = trainer.optimizers
             assert sum(kernels) == len(list(module.parameters())) and opened(optimizer) == 0
 
-    low = lambda module: [p for p in module.parameters() if p.dtype is not torch.float32]  # noqa: E731
+    count = lambda module: sum(p.numel() for p in module.parameters() if p.dtype is not torch.float32)  # noqa: E731
     kernels = spied_kernels(monkeypatch)
     opt_level, _, form = level.partition("+")
     precision = OptLevelPrecision(opt_level, **({"master_weights": form} if form else {}))

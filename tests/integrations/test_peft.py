@@ -24,10 +24,7 @@ from checkpoints import (
     TRAININGS,
     adamw,
     batch,
-    by_name,
-    count_calls,
     iterate,
-    prompt,
     same_by_name,
     types,
 )
@@ -117,56 +114,6 @@ def test_a_base_in_the_levels_type_takes_no_byte(training, base):
     assert low <= peak.peak < low + 100 < min(2 * p.numel() for p in frozen(model) if p.dim() > 1) + low
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@every_training
-def test_gradient_checkpointing_changes_nothing(training, reentrant):
-    model = lora()
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    calls = count_calls(model)
-    losses, found = run_adapters(training, model)
-    expected = run_adapters(training, lora())
-    assert losses == expected[0] and same(found, expected[1])
-    assert len(calls) == 2 * len(losses), "each forward comes again in backward"
-
-
-@every_training
-def test_generate_and_a_call_of_the_base_between_steps_change_nothing(training):
-    bare = amp.initialize(base_model("BF16").requires_grad_(False), **TRAININGS[training], verbosity=0)
-    alone = logits(bare)
-    amp.restore()
-
-    def use(model, step):
-        before = by_name(model)
-        assert model.eval().generate(**prompt(step)).shape == (4, 8)
-        adapted = logits(model)
-        with model.disable_adapter():
-            assert torch.equal(logits(model), alone)
-            model.generate(**prompt(step))
-        assert torch.equal(logits(model), adapted) and not torch.equal(adapted, alone)
-        assert same_by_name(by_name(model), before)
-        model.train()
-
-    losses, found = run_adapters(training, lora(), between=use)
-    expected = run_adapters(training, lora())
-    assert losses == expected[0] and same(found, expected[1])
-
-
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-@every_training
-def test_a_head_that_is_trained_whole_trains_with_the_adapters(training, dora):
-    options = {"name": "ViT", "modules_to_save": ["classifier"], "use_dora": dora}
-    wide = run_adapters(training, lora(**options).float(), name="ViT")
-    model = lora(**options)
-    losses, found = run_adapters(training, model, name="ViT")
-    assert len(found) == len(trained(model)) == (14 if dora else 10)
-    assert losses[-1] < losses[0]
-    if training in CAST:
-        assert losses == wide[0] and same(found, wide[1])
-    else:
-        assert losses == pytest.approx(wide[0], rel=TOLERANCE[training])
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_frozen_value_that_fp16_cannot_hold_is_refused_with_the_line_that_works(level):
     model = lora()
@@ -228,19 +175,6 @@ def test_merged_adapters_are_the_trained_ones(training):
     assert type(merged) is type(base_model("FP32")) and not any("lora" in key for key in merged.state_dict())
     torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=1e-6)
     assert (adapted - plain).abs().max() > 1e-3
-
-
-@every_training
-def test_adapters_can_be_merged_while_a_training_lives(training):
-    model, optimizer = begun(training, lora())
-    iterate(model, optimizer)
-    adapted = logits(model)
-    merged = model.merge_and_unload()
-    # The sum of weight and adapters is rounded to the type of the weight.
-    torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=1e-2)
-    amp.restore()
-    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["FP32", "the base's type"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import scripts
-import torch
 from compared_runs import made_up_run
-from torch import Tensor, nn
 
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.policy import PRODUCT_FORMATS
@@ -38,34 +36,3 @@ def test_the_page_has_a_row_for_each_format_with_its_gap_and_verdict(script):
     assert "**The claims are of the order of the formats, and of the gap at this size" in page
     assert "| nvfp4_naive, head in BF16 | 37.5 % | 25.0 to 50.0 % |" in page and "16 batches, 2 seeds." in page
     assert "| speed |" not in page and "Nothing is in the format: an LSTM's products" in page
-
-
-def test_its_levels_are_all_formats_and_their_base(script):
-    levels = script.LEVELS
-    assert levels == ("O0", "O4", *(f"O6+{name}" for name in PRODUCT_FORMATS))
-    assert set(script.STEPS) == set(script.FAMILIES) == set(script.ROUNDED)
-
-
-class Lines:
-    """Three linear layers that learn sums, as a task."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), 0.01)
-
-    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        x = torch.randn(16, 32, generator=generator)
-        return x, x.cumsum(1)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs.float() - targets).square().mean()
-
-
-def test_errors_of_gradients_grow_with_what_a_format_leaves_out(script):
-    errors = script.gradient_errors(Lines(), seeds=2, steps=3, batches=2)
-    assert set(errors) == set(script.GRADIENTS) and all(len(each) == 2 for each in errors.values())
-    for better, worse in ("bf16", "fp8"), ("fp8", "nvfp4_naive"), ("nvfp4_naive, head in BF16", "nvfp4_naive"):
-        assert all(0 < a < b for a, b in zip(errors[better], errors[worse], strict=True)), (better, worse)
-    assert errors["fp8"] != errors["fp8_tensorwise"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
-import warnings
 
 import pytest
 import scripts
@@ -31,109 +28,6 @@ def test_rivals_are_timed_in_turns_and_each_comes_first_in_its_turn(timing):
     times = timing.in_turns({"a": rival("a", 1.0), "b": rival("b", 2.0), "c": rival("c", 4.0)}, repeats=4, warmup=2)
     assert "".join(order) == "abcbcacababcbcacab"
     assert times == {"a": [1.0] * 4, "b": [2.0] * 4, "c": [4.0] * 4}
-
-
-def test_the_ratio_is_the_median_of_the_turns_ratios(timing):
-    assert timing.ratio([1.0, 100.0, 3.0], [2.0, 200.0, 1.0]) == 0.5
-
-
-def test_a_timer_gives_the_microseconds_of_one_of_its_runs(timing, monkeypatch):
-    now = iter((10.0, 10.006))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
-    calls = []
-    assert timing.timer(lambda: calls.append(1), "cpu", runs=3)() == pytest.approx(2000.0)
-    assert len(calls) == 3
-
-
-class Gpu:
-    """Stands for torch.cuda: notes what is asked of it, in order; an event is recorded a millisecond after another."""
-
-    def __init__(self):
-        self.asked = []
-
-    def synchronize(self):
-        self.asked.append("synchronize")
-
-    def Event(self, enable_timing):
-        assert enable_timing
-        return GpuEvent(self)
-
-
-class GpuEvent:
-    def __init__(self, gpu):
-        self.gpu = gpu
-
-    def record(self):
-        self.at = len(self.gpu.asked)
-        self.gpu.asked.append("record")
-
-    def synchronize(self):
-        self.gpu.asked.append("wait")
-
-    def elapsed_time(self, end):
-        return float(end.at - self.at)
-
-
-def test_a_timer_of_a_gpu_lets_two_events_take_the_time_of_an_idle_device(timing, monkeypatch):
-    gpu = Gpu()
-    monkeypatch.setattr(timing.torch, "cuda", gpu)
-    assert timing.timer(lambda: gpu.asked.append("call"), "cuda", runs=3)() == pytest.approx(4000 / 3)
-    assert gpu.asked == ["synchronize", "record", "call", "call", "call", "record", "wait"]
-
-
-def test_the_time_until_a_call_returns_begins_on_an_idle_device_and_does_not_wait(timing, monkeypatch):
-    gpu, now = Gpu(), iter((10.0, 10.006))
-    monkeypatch.setattr(timing.torch, "cuda", gpu)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
-    assert timing.until_return(lambda: gpu.asked.append("call"), "cuda") == pytest.approx(6000.0)
-    assert gpu.asked == ["synchronize", "call"]
-
-
-def test_syncs_are_what_torch_warns_of(timing, monkeypatch):
-    modes = []
-    monkeypatch.setattr(timing.torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(timing.torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def call():
-        assert modes == ["warn"]
-        for text in (
-            "called a synchronizing CUDA operation",
-            "something else",
-            "called a synchronizing CUDA operation",
-        ):
-            warnings.warn(text, stacklevel=2)
-
-    assert timing.syncs(call, "cuda") == 2 and modes == ["warn", 0]
-
-
-def test_a_cpu_has_no_syncs_launches_or_memory_of_a_gpu(timing):
-    assert (
-        timing.syncs(lambda: 1 / 0, "cpu") is timing.launches(lambda: 1 / 0, "cpu") is timing.memory_gb("cpu") is None
-    )
-
-
-def test_rotating_calls_come_round(timing):
-    order = []
-    call = timing.rotating([lambda name=name: order.append(name) for name in "abc"])
-    for _ in range(7):
-        call()
-    assert "".join(order) == "abcabca"
-
-
-def test_a_row_keeps_its_columns(timing):
-    columns = {"rival": -8, "us": 10, "calls": 7}
-    assert timing.line(list(columns), columns) == "rival           us  calls"
-    assert timing.line(("ours", 1234.5678, 12), columns) == "ours       1234.57     12"
-    assert timing.line(("ours", None, 0), columns) == "ours             -      0"
-
-
-def test_json_holds_the_rows_and_their_settings(timing, tmp_path):
-    options = argparse.Namespace(device="cpu", threads=1, repeats=3, json=tmp_path / "out" / "figures.json")
-    timing.write_json(options, [{"rival": "ours", "ratio": 0.5}])
-    written = json.loads(options.json.read_text())
-    assert written["rows"] == [{"rival": "ours", "ratio": 0.5}]
-    assert written["machine"] and written["torch"] and written["threads"] == 1 and written["repeats"] == 3
-    timing.write_json(argparse.Namespace(**{**vars(options), "json": None}), [])
 
 
 def run_benchmark(script, folder, *options):
@@ -170,29 +64,6 @@ def test_every_rival_of_the_step_trains_the_same_model(script, dtype, tmp_path):
         assert row["syncs"] is row["gb_at_start"] is row["gb_in_a_step"] is None
 
 
-@pytest.mark.parametrize(
-    ("elements", "itemsize", "sets"), [(2**28, 4, 1), (11 * 2**20, 2, 5), (2**20, 2, 20)], ids=["1 GB", "gpt", "small"]
-)
-def test_on_a_gpu_the_sets_of_a_sample_exceed_its_cache(elements, itemsize, sets, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import kernels
-
-    h100 = argparse.Namespace(L2_cache_size=50 * 2**20)
-    monkeypatch.setattr(kernels.torch.cuda, "get_device_properties", lambda device: h100)
-    assert kernels.buffers(elements, itemsize, "cuda") == sets
-    assert kernels.buffers(elements, itemsize, "cpu") == 1
-
-
-@pytest.mark.parametrize(("us", "calls"), [(10.0, 20), (1000.0, 5), (60000.0, 1)])
-def test_on_a_gpu_a_sample_is_a_row_of_calls_unless_they_are_long(us, calls, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import kernels
-
-    monkeypatch.setattr(kernels.timing, "on_gpu", lambda call, runs: us)
-    assert kernels.calls_in_a_sample(lambda: None, "cuda") == calls
-    assert kernels.calls_in_a_sample(lambda: None, "cpu") == 1
-
-
 @pytest.mark.parametrize("kind", ["one", "4,000 of 256"])
 def test_each_kernel_stands_beside_a_copy_and_torch(kind, tmp_path):
     output, rows = run_benchmark("kernels", tmp_path, "--elements", "1000", "--only", kind)
@@ -201,24 +72,6 @@ def test_each_kernel_stands_beside_a_copy_and_torch(kind, tmp_path):
         assert row["tensors"] == kind and row["launches"] is None
         assert min(row[column] for column in ("us", "of copy", "of torch", "host us")) > 0
         assert f"{row['kernel']:16}{row['dtype']:10}{kind:14}" in output
-
-
-@pytest.mark.parametrize("value", [1.0, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("before", [0.0, 1.0])
-def test_the_rival_without_torch_s_kernel_has_its_result(value, before, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import kernels
-
-    assert kernels.has_unscale(torch.bfloat16, "cpu")
-    results = []
-    for by_kernel in (True, False):
-        tensors = [torch.full((3, 2), 8.0).bfloat16(), torch.tensor([2.0, value, 4.0]).bfloat16()]
-        found = torch.tensor(before)
-        kernels.check(tensors, found, torch.tensor(0.5), by_kernel)
-        results.append([*tensors, found])
-        if not by_kernel:
-            kernels.check(tensors, found, torch.tensor(0.5), by_kernel, multiplies=False)
-    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_recorded_turns_are_recorded(tmp_path):

@@ -69,12 +69,6 @@ def test_a_build_says_that_it_compiles_before_it_does(sources):
     assert build(sources, AMP_PATCH_REQUIRE_EXT="1").stderr.lstrip().startswith(COMPILING)
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_says_that_it_compiles_before_it_does():
-    commands = run_in(ROOT, ["make", "--dry-run", "--always-make", ".venv/installed"]).stdout
-    assert 0 < commands.index(f'echo "{COMPILING}"') < commands.index("--editable")
-
-
 def test_no_ext_leaves_the_reason(sources):
     # -S hides site-packages' .pth files but not torch; a stub that fails proves that torch is not asked for.
     (sources / "torch.py").write_text("raise ImportError('torch was imported')\n")
@@ -194,16 +188,6 @@ def test_require_ext_makes_a_failed_build_an_error(sources):
     assert not (sources / "amp_patch" / "_build.py").exists()
 
 
-@pytest.mark.slow
-def test_cuda_sources_wait_for_a_cuda_torch(sources):
-    (sources / "csrc" / "device.cu").write_text("#error compiled\n")
-    import torch
-
-    if torch.version.cuda is None:
-        assert build(sources).returncode == 0
-        assert len(extensions(sources)) == 1
-
-
 def build_with_cuda(folder, torch_cuda, nvcc_release, **environment):
     """`build` where torch says that it is for CUDA `torch_cuda`, beside a compiler that says it is `nvcc_release`."""
     (folder / "csrc" / "device.cu").write_text("#error compiled\n")
@@ -234,32 +218,18 @@ def build_with_cuda(folder, torch_cuda, nvcc_release, **environment):
 
 
 @pytest.mark.slow
-def test_another_cuda_than_torch_s_leaves_the_cpu_kernels_and_is_named(sources):
-    result = build_with_cuda(sources, "13.0", "11.8")
+@pytest.mark.parametrize(
+    ("nvcc_release", "why"),
+    [
+        ("11.8", "their build failed: RuntimeError: The detected CUDA version (11.8)"),
+        ("13.0", "their build failed: "),  # the compiler fails
+        (None, "torch is for CUDA 13.0, but there is no nvcc (CUDA_HOME="),
+    ],
+)
+def test_a_cuda_compiler_that_cannot_serve_leaves_the_cpu_kernels_and_is_named(sources, nvcc_release, why):
+    result = build_with_cuda(sources, "13.0", nvcc_release, TORCH_CUDA_ARCH_LIST="9.0")
     assert result.returncode == 0, result.stderr
-    assert len(extensions(sources)) == 1
-    assert reason(sources).startswith(
-        "no CUDA kernels: their build failed: RuntimeError: The detected CUDA version (11.8)"
-    )
-    assert "(13.0)" in reason(sources)
-
-
-@pytest.mark.slow
-def test_a_cuda_compiler_that_fails_leaves_the_cpu_kernels(sources):
-    result = build_with_cuda(sources, "13.0", "13.0", TORCH_CUDA_ARCH_LIST="9.0")
-    assert result.returncode == 0, result.stderr
-    assert len(extensions(sources)) == 1
-    assert reason(sources).startswith("no CUDA kernels: their build failed: ")
-
-
-@pytest.mark.slow
-def test_a_missing_cuda_compiler_is_named(sources):
-    result = build_with_cuda(sources, "13.0", None)
-    assert result.returncode == 0, result.stderr
-    assert len(extensions(sources)) == 1
-    assert reason(sources) == (
-        f"no CUDA kernels: torch is for CUDA 13.0, but there is no nvcc (CUDA_HOME={sources / 'cuda'})"
-    )
+    assert len(extensions(sources)) == 1 and reason(sources).startswith(f"no CUDA kernels: {why}")
 
 
 @pytest.mark.slow
@@ -271,30 +241,10 @@ def test_a_required_extension_is_required_with_its_cuda_kernels(sources):
 
 
 @pytest.mark.slow
-def test_a_failed_build_names_the_compiler(sources):
-    (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
-    assert build(sources, CXX="c++").returncode == 0
-    version = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    assert version in reason(sources)
-
-
-@pytest.mark.slow
-def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(sources):
+def test_source_distributions_and_wheels_hold_sources_templates_and_types(sources):
     shutil.copy(ROOT / "MANIFEST.in", sources)
-    for name in ("part.h", "kernels.cu"):
-        (sources / "csrc" / name).touch()
-    (sources / "amp_patch" / "_build.py").touch()  # of a build in place
-    result = build(sources, "sdist", "--formats=tar")
-    assert result.returncode == 0, result.stderr
-    with tarfile.open(next((sources / "dist").glob("*.tar"))) as archive:
-        held = {Path(name).name for name in archive.getnames()}
-    assert held >= {"setup.py", "small.cpp", "part.h", "kernels.cu"}
-    assert "_build.py" not in held
-
-
-@pytest.mark.slow
-def test_source_distributions_and_wheels_hold_the_templates_of_the_page_and_say_that_there_are_types(sources):
-    shutil.copy(ROOT / "MANIFEST.in", sources)
+    for name in ("csrc/part.h", "csrc/kernels.cu", "amp_patch/_build.py"):  # the last is of a build in place
+        (sources / name).touch()
     templates = Path("amp_patch", "comparison", "templates")
     shutil.copytree(ROOT / templates, sources / templates)
     shutil.copy(ROOT / "amp_patch" / "py.typed", sources / "amp_patch")
@@ -307,6 +257,8 @@ def test_source_distributions_and_wheels_hold_the_templates_of_the_page_and_say_
     with tarfile.open(next((sources / "dist").glob("*.tar"))) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert {str(templates / name) for name in wanted} | {"amp_patch/py.typed"} <= held
+    assert held >= {"setup.py", "csrc/small.cpp", "csrc/part.h", "csrc/kernels.cu"}
+    assert "amp_patch/_build.py" not in held
     assert {path.name for path in (sources / "built" / templates).iterdir()} == wanted
     assert (sources / "built" / "amp_patch" / "py.typed").exists()
 
@@ -317,17 +269,8 @@ def test_a_wheel_holds_the_extension_or_the_reason(sources, content):
     if content == "bad":
         (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
     target = sources / "installed"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-build-isolation",
-        "--no-deps",
-        "--target",
-        str(target),
-        ".",
-    ]
+    install = ["-m", "pip", "install", "--no-build-isolation", "--no-deps", "--target", str(target), "."]
+    command = [sys.executable, *install]
     result = run_in(sources, command, AMP_PATCH_NO_EXT=str(int(content == "none")))
     assert result.returncode == 0, result.stderr
     assert len(extensions(target)) == (content == "good")

@@ -34,20 +34,3 @@ def test_a_value_that_is_slow_takes_no_place_of_another():
     sizes = [pytest.param(1, marks=pytest.mark.slow, id="one"), 2]
     fast, slow = split({"colour": COLOURS, "size": sizes}, meet=1)
     assert fast == [(1, 2), (2, 2), (3, 2)] and slow == [(1, 1), (2, 1), (3, 1)]
-
-
-@crossed({"first, second": [pytest.param(1, 2, id="of two")], "kind": [int], "name": {"key": "value"}})
-def test_arguments_and_names_of_cases(first, second, kind, name, request):
-    assert (first, second, kind, name) == (1, 2, int, "value")
-    assert request.node.name.endswith("[of two-int-key]")
-
-
-@crossed(
-    pytest.mark.parametrize(("first", "second"), [(1, None), pytest.param(2, len, id="two")]),
-    pytest.mark.parametrize("kind", [int, {}]),
-    pytest.mark.parametrize("name", {"key": 1}, ids=["listed"]),
-    meet=3,
-)
-def test_decorators_of_pytest_give_the_same_names(first, second, kind, name, request):
-    wanted = f"[{'two' if first == 2 else '1-None'}-{'int' if kind is int else 'kind1'}-listed]"
-    assert request.node.name.endswith(wanted) and name == "key"

@@ -80,43 +80,8 @@ def instruction(text, sets=7, waits=0):
     return [f"        /*0010*/    {text} ;    /* 0x0000000812088980 */", f"            /* 0x{control:016x} */"]
 
 
-def loop(*instructions, functor="N9amp_patch3SgdILb0EEE"):
-    """A kernel's listing: run_steps<functor, ...> that does `instructions` again and again."""
-    name = NAMES[0].replace("NS_3SgdILb0EEE", functor)
-    code = [*instructions, instruction("@P0 BRA `(.L_x_1)"), instruction("EXIT")]
-    return [f'\t.section\t.text.{name},"ax",@progbits', ".L_x_1:", *(line for one in code for line in one)]
-
-
 def loads(registers, sets=0):
     return [instruction(f"LDG.E.128 R{r}, desc[UR6][R2.64]", sets=sets) for r in registers]
-
-
-@pytest.mark.skipif(shutil.which("c++filt") is None, reason="no c++filt here, which reads the kernels' names")
-def test_loads_in_flight_are_counted_until_one_is_waited_for(tmp_path):
-    use = instruction("FMUL R20, R4, R40", waits=1)
-    other = instruction("FMUL R20, R40, R41", waits=2)  # waits for another barrier
-    together = loop(*loads([4, 8]), other, *loads([12]), use)
-    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, together)
-    assert done.returncode == 0, done.stderr
-    assert "run_steps<Sgd<false>>            3 to 3 loads of 16 bytes in flight" in done.stdout
-
-    apart = loop(*loads([4, 8]), use, *loads([12]), use)  # the third is issued when the first has come
-    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, apart)
-    assert done.returncode != 0 and "run_steps<Sgd<false>>: 1 loads in flight, 3 are wanted" in done.stderr
-
-    choice = [  # of a pack of one or the other width, into the same registers
-        instruction("@P1 LDG.E.64 R12, desc[UR6][R2.64]", sets=0),
-        instruction("@!P1 LDG.E.128 R12, desc[UR6][R2.64]", sets=0),
-    ]
-    assert compiled(tmp_path, said(NAMES[0], 56, 0), 0, loop(*loads([4, 8]), *choice, use)).returncode == 0
-    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, loop(*loads([4]), *choice, use))
-    assert done.returncode != 0 and "2 loads in flight" in done.stderr
-    assert compiled(tmp_path, said(NAMES[0], 56, 0), 0, ["no kernel"]).returncode != 0
-
-
-def test_without_a_disassembler_no_loads_are_counted(tmp_path):
-    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0)
-    assert done.returncode == 0 and "in flight" not in done.stdout
 
 
 def test_each_source_is_compiled_as_c_plus_plus_17_too(tmp_path):
@@ -127,10 +92,3 @@ def test_each_source_is_compiled_as_c_plus_plus_17_too(tmp_path):
     sources = [path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*.c*")]
     assert {str(path) for path in sources} == {word for call in as_17 for word in call.split() if "csrc/" in word}
     assert len(as_17) == len(sources) + 1, "and the headers of torch once"
-
-
-def test_a_source_that_c_plus_plus_17_does_not_take_is_an_error(tmp_path):
-    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, fails="-std=c++17")
-    assert done.returncode != 0 and "error: -std=c++17" in done.stderr
-    cxx = tool(tmp_path / "c++", 'case "$*" in *-std=c++17*wrapper.cpp*) exit 1;; esac')
-    assert compiled(tmp_path, said(NAMES[0], 56, 0), 0, cxx=cxx).returncode != 0

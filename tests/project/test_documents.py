@@ -12,8 +12,6 @@ from paths import ROOMS, ROOT
 from torch import nn
 
 from amp_patch import __version__, amp, apex
-from amp_patch.ways.one_pass import KERNELS
-from amp_patch.ways.portions import BY_CLASS
 
 TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
@@ -99,23 +97,6 @@ def test_each_folder_of_a_room_lists_its_files(room):
         assert sorted(listed) == sorted(held)
 
 
-def test_the_architecture_names_the_optimizers_of_each_strategy():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    in_one_pass, in_portions = (
-        re.search(rf"^\| {name} .*$", text, re.MULTILINE)[0] for name in ("in one pass", "in portions")
-    )
-    for kind in KERNELS:
-        assert re.search(rf"\b{kind.__name__}\b", in_one_pass), kind
-    refused = re.search(r"torch's others save (\w+) and (\w+)", in_portions)
-    assert set(refused.groups()) == {name for name, reason in BY_CLASS.items() if reason is not None}
-
-
-def test_the_words_of_the_architecture_are_few():
-    glossary = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary\n")[1]
-    words = re.findall(r"^\| ([a-z ]+) \|", glossary, re.MULTILINE)[1:]
-    assert words == sorted(words) and len(words) <= 20
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_and_prints_its_output(page, tmp_path, monkeypatch, capsys):
     """The blocks run in order, in one namespace with the names that the pages expect from the reader's script."""
@@ -143,25 +124,6 @@ def test_the_python_of_a_page_runs_and_prints_its_output(page, tmp_path, monkeyp
             ] == []
     finally:
         apex.uninstall()
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_picture_of_memory_has_the_bytes_of_the_ladder(theme):
-    page = (ROOT / "docs" / "ladder.md").read_text()
-    assert f'"memory-{theme}.svg"' in page
-    rows = re.findall(
-        r"^\| (O[05][\w+]*) \| ([\d.]+) \| ([\d.-]+) \| ([\d.]+) \| ([\d.]+) \| (\S+) \|", page, re.MULTILINE
-    )
-    table = {name: ([each for each in parts if each not in ("0", "-")], sum_.strip("*")) for name, *parts, sum_ in rows}
-    picture = (ROOT / "docs" / f"memory-{theme}.svg").read_text()
-    drawn = {}
-    for row in re.split(r"(?=<text[^>]*>O[05])", picture)[1:]:
-        name, *said, sum_ = re.findall(r">([^<>\n]+)</text>", row)
-        drawn[name] = (said, sum_)
-        widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', row)]
-        assert widths == pytest.approx([35 * float(each) for each in said])
-        assert f"{name}: {sum_}" in re.search(r'aria-label="([^"]*)"', picture)[1]
-    assert drawn == table
 
 
 def test_one_version_is_named_everywhere():

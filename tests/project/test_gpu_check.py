@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from paths import BENCHMARKS, ROOT
 
 pytestmark = pytest.mark.slow  # a tool that no training needs
@@ -68,60 +67,6 @@ def test_nvcc_is_found_with_the_toolkit_that_it_wraps(preflight, machine):
     assert there and text == f"13.0, {machine}/bin/nvcc, toolkit in {machine}/toolkit"
 
 
-@pytest.mark.parametrize("lost", ["include/cuda_runtime.h", "lib64/libcudart.so"])
-def test_a_toolkit_without_headers_or_libraries_is_no_toolkit(lost, preflight, machine):
-    (machine / "toolkit" / lost).unlink()
-    there, text = preflight.nvcc({"cuda": "13.0"})[1:]
-    assert not there and f"has no {lost}: " in text and "CUDA_HOME" in text
-
-
-def test_an_nvcc_of_another_cuda_is_named(preflight, machine):
-    there, text = preflight.nvcc({"cuda": "12.8"})[1:]
-    assert not there and "is of CUDA 13.0 and torch of 12.8: install" in text
-
-
-def test_an_nvcc_that_is_not_there_is_named_with_where_it_was_looked_for(preflight, machine, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    assert preflight.nvcc({})[1:] == (
-        False,
-        "not in /nowhere/bin (CUDA_HOME): install CUDA's toolkit, or name its folder in CUDA_HOME",
-    )
-    (machine / "bin" / "nvcc").unlink()
-    monkeypatch.delenv("CUDA_HOME")
-    assert preflight.nvcc({})[2].startswith("not on PATH, and CUDA_HOME is unset: ")
-
-
-def test_missing_packages_and_tools_are_named_with_the_way_out(preflight, machine, monkeypatch):
-    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: "/nowhere")
-    lacking = [
-        preflight.package("no-such-package", 1),
-        preflight.package("pytest", 1000),
-        preflight.ninja(),
-        preflight.compiler(),
-        preflight.python_headers(),
-    ]
-    wanted = ["-m pip install 'no-such-package>=1'", "older than 1000: ", "-m pip install ninja", "in CXX", "-dev)"]
-    for finding, way_out in zip(lacking, wanted, strict=True):
-        assert not finding.there and way_out in finding.text
-        assert str(finding).startswith(f"  {finding.what:<11}MISSING: ") and "\n" not in str(finding)
-
-
-def test_torch_and_the_gpu_are_what_torch_says(preflight, machine):
-    of_cuda = {"torch": "2.11.0+cu130", "cuda": "13.0"}
-    h100 = {"gpu": "NVIDIA H100", "gpus": 2, "compute_capability": [9, 0], "gigabytes": 79}
-    assert preflight.torch_itself(of_cuda, "")[1:] == (True, "2.11.0+cu130, for CUDA 13.0")
-    assert preflight.gpu(of_cuda | h100)[1:] == (
-        True,
-        "NVIDIA H100, compute capability 9.0, 79 GB, the first of 2",
-    )
-    assert "build without CUDA" in preflight.torch_itself({"torch": "2.13.0+cpu", "cuda": None}, "").text
-    assert "2.5.1 is older than 2.6" in preflight.torch_itself({"torch": "2.5.1", "cuda": "12.4"}, "").text
-    assert preflight.torch_itself({}, "No module named 'torch'").text.startswith("No module named 'torch': install")
-    assert not preflight.gpu(of_cuda).there
-    program(machine / "bin" / "nvidia-smi", "echo NVIDIA H100")
-    assert "nvidia-smi sees NVIDIA H100, torch none" in preflight.gpu(of_cuda).text
-
-
 def check(*options, **environment):
     return subprocess.run(
         [sys.executable, "-W", "error", str(BENCHMARKS / "gpu_check.py"), *options],
@@ -142,16 +87,6 @@ def test_a_machine_that_lacks_packages_prints_all_of_them_and_runs_nothing(tmp_p
     assert missing >= {"compiler", "nvcc", "torch", "GPU"} and missing.isdisjoint({"python", "pytest"})
     assert "ImportError: no torch here" in done.stdout and "nothing was run; missing: " in done.stderr
     assert "===" not in done.stdout and not out.exists()
-
-
-def test_files_to_bring_to_a_machine_without_a_network_are_named(preflight):
-    ways = [preflight.Finding(what, what == "ninja", "") for what in ("setuptools", "ninja", "pytest", "nvcc")]
-    _, fetch, install = preflight.to_bring(ways)
-    assert fetch.endswith(
-        f"{'.'.join(map(str, sys.version_info[:2]))} -m pip download --dest wheels 'setuptools>=65' 'pytest>=8'"
-    )
-    assert install.endswith("-m pip install --no-index --find-links wheels 'setuptools>=65' 'pytest>=8'")
-    assert preflight.to_bring(ways[1:2]) == preflight.to_bring(ways[3:]) == []
 
 
 @pytest.mark.parametrize(
@@ -212,11 +147,6 @@ def test_each_part_fits_where_a_command_may_take_ten_minutes(gpu_check):
             assert f"ONLY={','.join(part)}" in text
 
 
-def test_a_stage_that_there_is_not_is_refused():
-    done = check("--only", "build,sleep")
-    assert done.returncode == 2 and "sleep: none of build, tests, kernels, step, capture" in done.stderr
-
-
 # --- stages ---
 
 
@@ -224,12 +154,6 @@ def test_a_stage_that_there_is_not_is_refused():
 WRITES = (
     "import json, pathlib, sys, time; time.sleep(0.1); pathlib.Path(sys.argv[-1]).write_text(json.dumps({'rows': [1]}))"
 )
-
-
-def test_a_stage_keeps_the_figures_of_its_commands(gpu_check, tmp_path):
-    result = gpu_check.run_stage("s", gpu_check.Stage(60, {"a": ["-c", WRITES], "b": ["-c", WRITES]}), tmp_path)
-    assert result.pop("seconds") > 0
-    assert result == {"passed": True, "why": "", "a": {"rows": [1]}, "b": {"rows": [1]}}
 
 
 def test_a_command_that_fails_says_so_and_the_next_one_runs(gpu_check, tmp_path):
@@ -324,76 +248,6 @@ def kernel(name, tensors, of_copy, of_torch):
     return row | {"of copy": of_copy, "of torch": of_torch}
 
 
-def test_the_table_has_each_stage_and_the_worst_figure_beside_each_goal(gpu_check):
-    kernels = [kernel("gather", "one", 0.95, 0.7), kernel("adopt", "one", 0.93, 0.2), kernel("scale", "gpt", None, 2.0)]
-    kernels += [kernel("gather", "4,000 of 256", 0.1, 0.5), kernel("adopt", "4,000 of 256", 0.1, 0.7)]
-    rows = [{"rival": rival, "ratio": ratio, "syncs": 0} for rival, ratio in (("O1", 0.97), ("O2", 0.92), ("fp32", 3))]
-    result = {"passed": True, "why": "", "seconds": 61.7}
-    stages = {
-        "tests": result | {"passed": False, "why": "counts: exit status 1", "counts": {"passed": 9, "failed": 2}},
-        "kernels": result | {"kernels": {"rows": kernels}},
-        "step": result | {"passed": False, "why": "bf16: killed after 180 s", "fp16": {"rows": rows}},
-    }
-    assert [re.sub(r" +", " ", line) for line in gpu_check.table(stages, {"build": ["nvcc", "ninja"]})] == [
-        "stage s result",
-        "tests 62 counts: exit status 1 (9 passed, 2 failed)",
-        "kernels 62 passed",
-        " of a device copy's speed, 1 GB >= 0.90 0.93 met (adopt float16)",
-        " of torch's foreach, 4,000 tensors <= 0.60 0.70 MISSED (adopt float16)",
-        "step 62 bf16: killed after 180 s",
-        " O1, of autocast + GradScaler <= 1.00 0.97 met (O1 fp16)",
-        " O2, of autocast + GradScaler <= 0.90 0.92 MISSED (O2 fp16)",
-        " syncs a step, AdamW(fused=True) <= 0.00 0.00 met (O2 fp16)",
-        " syncs a step, AdamW(foreach=True) <= 1.00 no figure",
-        "build left out; missing: nvcc, ninja",
-    ]
-
-
-def test_the_last_output_is_short_and_has_the_table_failures_and_warnings(gpu_check):
-    def counts(name):
-        failed = {f"tests/{name}.py::test_{i}[{'x' * 500}]": f"reason {'y' * 300}" for i in range(15)}
-        warned = {f"UserWarning: {i} {'z' * 300}": {"tests": i, "first": f"tests/{name}.py::test"} for i in range(9)}
-        return {"passed": 9, "failed": 15, "failures": failed, "warnings": warned, "not_run": ["a", "b"]}
-
-    failed = {
-        "passed": False,
-        "why": f"x: exit status 1 {'w' * 500}",
-        "seconds": 61.7,
-        "tails": {"x": ["first", "last", ""]},
-    }
-    stages = {
-        name: failed | ({"counts": counts(name)} if name in ("tests", "capture") else {}) for name in gpu_check.STAGES
-    }
-    lines = gpu_check.report(stages, {"build": ["nvcc" * 100], "formats": ["GPU"]})
-    assert len("\n".join(lines)) < 9500  # what the last line names may be long
-    at = next(i for i, line in enumerate(lines) if "failures" in line)
-    assert lines[at] == "36 failures, the first 20:"
-    shown = lines[at + 1 : at + 21]
-    assert shown[0] == "build, x: last" and shown[1].startswith("FAILED tests/tests.py::test_0[x")
-    assert shown[16] == "tests: no time was left for 2: a b" and shown[17] == "kernels, x: last"
-    assert lines[at + 21 : at + 23] == ["", "18 warnings, the first 8:"]
-    assert lines[at + 24].startswith("warned in 1 tests, first tests/tests.py::test: UserWarning: 1 z")
-    assert len(lines) == at + 31
-
-
-def test_without_failures_and_warnings_none_are_printed(gpu_check):
-    fine = {"passed": True, "why": "", "seconds": 1.0, "counts": {"passed": 9, "failed": 0, "failures": {}}}
-    assert len(gpu_check.report({"tests": fine}, {})) == 2
-
-
-@pytest.mark.parametrize("given", ["figures.json", "."])
-def test_the_figures_are_written_to_the_named_file_or_folder(given, gpu_check, preflight, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "STAGES", {"step": gpu_check.Stage(60, {"x": ["-c", WRITES]})})
-    monkeypatch.setattr(gpu_check, "is_built", lambda: True)
-    monkeypatch.setattr(gpu_check, "preflight", lambda: ([preflight.Finding("GPU", True, "made up")], MACHINE))
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--only", "step", "--out", str(tmp_path / given)])
-    gpu_check.main()
-    stem = "figures" if given == "figures.json" else "nvidia-made-up-1"
-    assert {path.name for path in tmp_path.iterdir()} == {f"{stem}.json", f"{stem}-logs.tar.gz"}
-
-
 def test_each_command_of_a_stage_takes_its_options(gpu_check):
     """As far as the parsers of the scripts go."""
     for stage in gpu_check.STAGES.values():
@@ -402,14 +256,3 @@ def test_each_command_of_a_stage_takes_its_options(gpu_check):
                 assert (ROOT / script).is_file()
                 known = (ROOT / script).read_text() + (BENCHMARKS / "timing.py").read_text()
                 assert all(f'"{option}"' in known for option in options if option.startswith("--"))
-
-
-def test_logs_are_written_next_to_gpu_check_s(gpu_check, tmp_path):
-    asks = "import sys; sys.path.insert(0, 'benchmarks'); import gpu_tests; print(gpu_tests.LOGS)"
-    assert gpu_check.run(["-c", asks], 60, tmp_path / "x.log") == ("", [str(tmp_path)])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is missing")
-def test_a_machine_without_a_gpu_is_reported():
-    done = check("--only", "build")
-    assert done.returncode == 1 and re.search(r"^  GPU +MISSING: ", done.stdout, re.MULTILINE)

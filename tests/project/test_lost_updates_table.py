@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import re
-
 import pytest
 import scripts
-from paths import ROOT
 
 
 @pytest.fixture(scope="module", name="benchmark")
@@ -26,14 +22,3 @@ def test_the_lost_share_without_masters_grows_with_smaller_steps_and_rungs_lose_
         for level in ("O5+split", "O5+stochastic"):
             assert abs(row[level][0]) < 0.005, (row["run"], level)
         assert row["O3"][0] > 0.01, row["run"]
-
-
-def test_the_table_has_the_runs_of_the_benchmark(benchmark):
-    text = (ROOT / "docs" / "ladder.md").read_text()
-    table = text.split("| run | would be lost |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| (from scratch|fine-tuned),(?: learning rate)? (1e-\d) \| (0\.\d+) ", table, re.MULTILINE)
-    assert [(kind == "fine-tuned", float(lr)) for kind, lr, _ in rows] == [
-        (case.fine_tuned, case.lr) for case in benchmark.CASES
-    ]
-    few = importlib.import_module("amp_patch.comparison.lost_without_masters").FEW
-    assert [float(lost) > few for _, _, lost in rows] == [False, True, True, True], "where a comparison warns"

@@ -1,8 +1,9 @@
-"""benchmarks/public_programs.py: its results for stand-in programs; the real programs are not run."""
+"""benchmarks/public_programs.py and quick_programs.py: programs and commits, generated data, the clock and the page."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from paths import BENCHMARKS, ROOT, benchmark_fixture
 
 harness = benchmark_fixture("public_programs")
+quick = benchmark_fixture("quick_programs")
 
 
 def test_each_program_has_a_unique_name_and_a_commit_or_a_script(harness):
@@ -40,52 +42,24 @@ def test_generated_data_are_always_the_same_and_small(harness, tmp_path):
         assert sum(map(len, found[0].values())) < 1_000_000
 
 
-@pytest.mark.parametrize(
-    ("events", "said", "cell"),
-    [
-        ([{"event": "step"}], "", "trains"),
-        ([{"event": "step"}, {"event": "end", "error": None}], "", "trains"),
-        ([], "no step was recorded", "fails"),
-        ([{"event": "step", "skipped": True}] * 2, "each step was skipped, because its gradients overflowed", "fails"),
-        ([{"event": "step"}, {"event": "end", "error": "RuntimeError:\n  no"}], "RuntimeError: no", "fails"),
-        ([{"event": "end", "error": "this script cannot be taken unedited: why"}], ..., "refused"),
-    ],
-)
-def test_outcome_names_a_level_s_end(harness, events, said, cell, tmp_path):
-    record = tmp_path / "record.jsonl"
-    record.write_text("".join(json.dumps(event) + "\n" for event in events))
-    outcome = harness.outcome(record)
-    assert said in (outcome, ...)
-    assert harness.cell(outcome) == cell
+@pytest.mark.program
+@pytest.mark.parametrize("which", ["harness", "quick"])
+def test_the_page_has_the_table_of_the_results(which, request, tmp_path):
+    script, page, written = request.getfixturevalue(which), ROOT / "docs" / "unedited.md", tmp_path / "unedited.md"
+    written.write_text(page.read_text())
+    script.write(json.loads(script.RESULTS.read_text()), written)
+    assert written.read_text() == page.read_text()
 
 
-def test_a_version_stays_until_a_level_does_otherwise(harness, monkeypatch):
-    good = dict.fromkeys(harness.LEVELS, "")
-    monkeypatch.setattr(harness.amp_patch, "__version__", "2.0")
-    assert harness.with_version(good, None)["since"] == "2.0"
-    assert harness.with_version(good, {**good, "since": "1.0"})["since"] == "1.0"
-    assert harness.with_version(good, {**good, "O1": "an error", "since": "1.0"})["since"] == "2.0"
-
-
-def test_the_page_has_the_table_of_the_results(harness, tmp_path):
-    page = tmp_path / "unedited.md"
-    page.write_text((ROOT / "docs" / "unedited.md").read_text())
-    harness.write(json.loads(harness.RESULTS.read_text()), page)
-    assert page.read_text() == (ROOT / "docs" / "unedited.md").read_text()
-
-
-@pytest.mark.slow
-def test_a_program_that_cannot_be_fetched_is_skipped_by_name(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "public_programs.py"), "--only", "regression", "--out", str(tmp_path)]
-    page = tmp_path / "page.md"
-    page.write_text("| program | kind |\n\n")
-    options = ["--page", str(page), "--results", str(tmp_path / "results.json")]
-    nowhere = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(ROOT),
-        "https_proxy": "http://127.0.0.1:9",
-        "HOME": str(tmp_path),
-    }
-    done = subprocess.run([*command, *options], env=nowhere, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("examples/regression (SGD by hand): skipped: git: ")
+@pytest.mark.program
+def test_the_clock_notes_a_time_after_each_optimizer_step(tmp_path):
+    code = """
+import torch
+optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.step()
+"""
+    told = {"PYTHONPATH": str(BENCHMARKS / "clock"), "STEP_CLOCK": str(tmp_path), "AMP_PATCH_OPT_LEVEL": "O4"}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **told}, check=True)
+    times = [float(line) for line in (tmp_path / "O4.txt").read_text().split()]
+    assert len(times) == 3 and times == sorted(times)

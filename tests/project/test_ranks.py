@@ -33,12 +33,6 @@ def never() -> None:
     dist.recv(torch.zeros(1))  # nobody sends
 
 
-def test_every_rank_runs_the_function_and_the_next_one_too(ranks):
-    assert ranks(total, 10.0) == [torch.tensor(21.0)] * 2
-    first = ranks(who)
-    assert len(set(first)) == 2 and ranks(who) == first
-
-
 @pytest.mark.parametrize(("how", "told"), [("raised", "this rank's own"), ("killed", "exit code -9")])
 def test_a_failure_is_raised_and_the_next_call_has_new_processes(ranks, how, told):
     before = ranks(who)

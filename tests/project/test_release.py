@@ -86,10 +86,13 @@ def test_the_address_is_written_in_one_place_and_cited(setup):
         assert cited == [address for address in [setup.repository()] if address]
 
 
-def test_metadata_names_each_python_that_is_tested():
+def test_metadata_names_each_python_that_is_tested_and_the_oldest_are_tested():
     text = (ROOT / "pyproject.toml").read_text()
     named = set(re.findall(r"Programming Language :: Python :: (3\.\d+)", text))
     assert named == {which.python for which in versions.VERSIONS}
+    oldest_torch = re.search(r'dependencies = \["torch>=([\d.]+)"\]', text)[1]
+    assert any(which.torch.startswith(f"{oldest_torch}.") for which in versions.VERSIONS)
+    assert re.search(r'requires-python = ">=([\d.]+)"', text)[1] in named
 
 
 def imported(torch_of_build: str, **environment: str) -> subprocess.CompletedProcess[str]:

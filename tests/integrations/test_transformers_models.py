@@ -138,19 +138,6 @@ def test_losses_follow_fp32_and_the_buffers_come_back(name, level):
         assert torch.equal(model(**batch(name)).logits, exact.logits)
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, about its own arguments
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("name", ["Llama", "GPT-NeoX", "T5"])
-def test_the_copy_generates_what_the_plain_model_does(name, level):
-    model, *_ = trained(name, level)
-    plain, ids = amp.fp32_copy(model).eval(), batch(name)["input_ids"][:, :6]
-    generate = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    tokens = plain.generate(ids, **generate)
-    assert model.eval().generate(ids, **generate).shape[0] == tokens.shape[0]
-    amp.restore()
-    assert torch.equal(model.generate(ids, **generate), tokens)
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("name", ["Llama", "Llama, eager attention", "T5", "ViT"])
 def test_masks_and_residuals_whose_type_is_read_from_a_weight_fit_where_modules_stay_fp32(name, level):
