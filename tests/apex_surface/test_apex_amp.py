@@ -44,38 +44,19 @@ def test_the_state_is_an_object_in_the_package_and_in_its_module(amp):
 
 def test_signatures_are_apexs(amp):
     def positional(function):
-        parameters = inspect.signature(function).parameters.values()
-        return [(p.name, p.default) for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        found = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        return " ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found)
 
-    required = inspect.Parameter.empty
-    assert positional(amp.initialize) == [
-        ("models", required),
-        ("optimizers", None),
-        ("enabled", True),
-        ("opt_level", "O1"),
-        ("cast_model_type", None),
-        ("patch_torch_functions", None),
-        ("keep_batchnorm_fp32", None),
-        ("master_weights", None),
-        ("loss_scale", None),
-        ("cast_model_outputs", None),
-        ("num_losses", 1),
-        ("verbosity", 1),
-        ("min_loss_scale", None),
-        ("max_loss_scale", 2.0**24),
-    ]
-    assert positional(amp.scale_loss) == [
-        ("loss", required),
-        ("optimizers", required),
-        ("loss_id", 0),
-        ("model", None),
-        ("delay_unscale", False),
-        ("delay_overflow_check", False),
-    ]
-    assert positional(amp.state_dict) == [("destination", None)]
-    assert positional(amp.load_state_dict) == [("state_dict", required)]
-    assert positional(amp.master_params) == [("optimizer", required)]
-    assert positional(amp.init)[:1] == [("enabled", True)]
+    assert positional(amp.initialize) == (
+        "models optimizers=None enabled=True opt_level='O1' cast_model_type=None patch_torch_functions=None "
+        "keep_batchnorm_fp32=None master_weights=None loss_scale=None cast_model_outputs=None num_losses=1 verbosity=1 "
+        "min_loss_scale=None max_loss_scale=16777216.0"
+    )
+    assert positional(amp.scale_loss) == (
+        "loss optimizers loss_id=0 model=None delay_unscale=False delay_overflow_check=False"
+    )
+    assert positional(amp.state_dict) == "destination=None" and positional(amp.load_state_dict) == "state_dict"
+    assert positional(amp.master_params) == "optimizer" and positional(amp.init).startswith("enabled=True")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -65,18 +65,6 @@ def test_a_type_that_cannot_be_is_refused(amp, value):
     assert mm_dtype() is torch.float32
 
 
-@pytest.mark.parametrize(("level", "partner"), [("O4", "O1"), ("O5", "O2")])
-def test_o4_and_o5_are_o1_and_o2_in_bf16_and_scale_nothing(amp, level, partner):
-    model, optimizer = make(amp, level)
-    properties, other = amp._amp_state.opt_properties, make(amp, partner, dtype=torch.bfloat16)
-    assert properties.loss_scale == 1.0 and other
-    same = {**amp._amp_state.opt_properties.options, "opt_level": level}
-    assert properties.options == same
-    backward_by(amp, model, optimizer, 1.0)
-    optimizer.step()
-    assert model(torch.ones(1, 1)).item() == 0.75
-
-
 @pytest.mark.parametrize("level", ["O1", "O4", "O2"])
 def test_bfloat16_functions_are_bf16_at_every_level_that_casts(amp, wrappers, level):
     @amp.bfloat16_function

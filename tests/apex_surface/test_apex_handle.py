@@ -78,22 +78,6 @@ def test_decorators_and_registrations(amp):
     assert torch.sigmoid(torch.ones(2).half()).dtype is torch.float32
 
 
-def test_the_op_lists_are_apexs_and_their_edits_act(amp):
-    half = torch.ones(2).half()
-    with pytest.MonkeyPatch.context() as patch:
-        lists = importlib.import_module("apex.amp.lists")
-        edited = [*lists.torch_overrides.FP32_FUNCS, "sort"]
-        patch.setattr(lists.torch_overrides, "FP32_FUNCS", edited)
-        make(amp, "O1")
-        assert torch.sort(half).values.dtype is torch.float32
-    assert torch.softmax(half, 0).dtype is torch.float16, "Apex's lists had F.softmax alone"
-    assert F.softmax(half, 0).dtype is torch.float32
-    training.amp.restore()
-    handle = amp.init()
-    assert torch.softmax(half, 0).dtype is torch.float16
-    handle._deactivate()
-
-
 def test_the_handle_of_an_o1_training_deactivates_it(amp):
     """fairseq's pre_export; the tearDown of Apex's own tests."""
     model, optimizer = make(amp, "O1")
@@ -212,23 +196,6 @@ def test_more_losses_than_announced_are_refused(amp):
         scaled_loss.backward()
     with pytest.raises(RuntimeError, match="num_loss=2"), optimizer.scale_loss(model(torch.ones(1, 1)).sum()):
         pass
-
-
-def test_the_handles_own_scale_loss(amp):
-    model = linear([[1.0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    handle = amp.init(loss_scale=8.0)
-    for expected in (0.75, 0.5):
-        optimizer.zero_grad()
-        with handle.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
-            assert scaled_loss.item() == 8.0 * model.weight.item()
-            scaled_loss.backward()
-        optimizer.step()
-        assert model.weight.item() == expected
-    handle._deactivate()
-    loss = torch.ones(())
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss is loss
 
 
 def test_restore_undoes_the_old_api_too(amp):

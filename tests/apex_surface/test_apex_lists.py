@@ -193,15 +193,6 @@ def test_functions_with_fp32_results_are_refused_in_place_on_low_precision(owner
                 assert call_of(owner, name, list(args), kwargs).dtype is HALF
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_outside_of_the_variant_nothing_is_refused(device: str) -> None:
-    x = torch.ones(2, dtype=HALF, device=device)
-    with inside, amp.disable_casts():
-        assert x.exp_() is x and (x * x.double()).dtype is DOUBLE
-    with inside, regions.region(None):
-        assert (x**2).dtype is HALF
-
-
 def test_banned() -> None:
     probabilities, target = torch.full((3,), 0.5), torch.ones(3)
     for loss in (F.binary_cross_entropy, nn.BCELoss()):

@@ -243,18 +243,6 @@ def test_masters_that_are_read_between_replays_have_the_values_of_the_last_one()
     assert all(any(torch.equal(p, value) for p in model.parameters()) for value in wanted)
 
 
-def test_writes_into_masters_count_until_they_are_split():
-    model, optimizer = start_split()
-    with torch.no_grad():
-        for master in amp.master_params(optimizer):
-            master.fill_(0.5)
-    masters, _ = replay(model, optimizer)
-    assert all(bool((master == 0.5).all()) for master in masters)
-    model(training.images(0)[0])
-    masters, wanted = replay(model, optimizer)
-    assert training.same(masters, wanted) and bool((wanted[0] == -0.5).all())
-
-
 def test_a_capture_neither_keeps_nor_writes_memory_that_was_there_before(capturing):
     model, optimizer = start_split()
     masters, wanted = replay(model, optimizer)

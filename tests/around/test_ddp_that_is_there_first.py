@@ -105,24 +105,6 @@ def test_a_ddp_inside_of_the_model_trains_without_cast_weights(ranks, micro_batc
     assert same(both_alike(ranks(inside, "O1", micro_batches, True)), around)
 
 
-def kept_inside() -> list[Tensor]:
-    """O2, but for what is in the DDP."""
-    torch.manual_seed(0)
-    model = Wrapping(head=True)
-    model.head.requires_grad_(False)
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", keep_fp32="body", **SCALED)
-    assert model.head.weight.dtype is torch.float16
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(loss_of(model, mine(step)), optimizer)
-        optimizer.step()
-    return [param.detach().clone() for param in model.body.parameters()]
-
-
-def test_a_ddp_inside_of_the_model_trains_at_o2_where_it_is_kept_in_fp32(ranks):
-    both_alike(ranks(kept_inside))
-
-
 @crossed({"kind": ["inside", "around"], "level": LEVELS}, meet=1)
 def test_an_earlier_ddp_reduces_cast_weights(ranks, kind, level):
     expected, *_ = ranks(wrapped, level, "after")
@@ -130,37 +112,6 @@ def test_an_earlier_ddp_reduces_cast_weights(ranks, kind, level):
     assert all(same(*step) for step in zip(found, other, strict=True)), "the ranks differ"
     assert all(same(*step) for step in zip(found, expected, strict=False)) and len(found) == len(expected) + 2
     assert not same(found[-1], found[-2])
-
-
-def options_kept(builtin: bool) -> list[str]:
-    """What DDP says of itself once its weights were cast, and its communication hook was called."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    model, called = mlp(), []
-    ddp = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
-
-    def hook(state, bucket):  # DDP reads annotations
-        called.append(state)
-        return fp16_compress_hook(None, bucket)
-
-    if builtin:
-        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    else:
-        ddp.register_comm_hook("its state", hook)
-    before = ddp._get_ddp_logging_data()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
-    assert ddp._get_ddp_logging_data()["comm_hook"] == before["comm_hook"]
-    backward(loss_of(ddp, mine(0)), optimizer)
-    optimizer.step()
-    after = ddp._get_ddp_logging_data()
-    assert [after[key] for key in ("static_graph", "gradient_as_bucket_view")] == [1, 1]
-    assert builtin or set(called) == {"its state"}
-    return learned(model)
-
-
-@pytest.mark.parametrize("builtin", [False, True])
-def test_an_earlier_ddp_keeps_its_options_and_hooks(ranks, builtin):
-    both_alike(ranks(options_kept, builtin))
 
 
 def ddp_refused(level: str) -> str:
@@ -262,39 +213,6 @@ def test_weights_outside_of_an_inner_ddp_need_a_process_group_for_overflows(rank
     both_alike(ranks(partly_inside, "O1", True, False))
     both_alike(ranks(partly_inside, "O1", False, True))
     both_alike(ranks(partly_inside, "O4", False, True))
-
-
-def horovods_way(level: str, before: bool) -> list[Tensor]:
-    """A hook on each accumulation node averages the gradient when it is complete."""
-    model, nodes = mlp(), []
-
-    def average(param: Tensor) -> None:
-        param.grad /= 2
-        dist.all_reduce(param.grad)
-
-    def hook() -> None:
-        for param in model.parameters():
-            node = param.expand_as(param).grad_fn.next_functions[0][0]
-            node.register_hook(lambda *_, param=param: average(param))
-            nodes.append(node)
-
-    if before:
-        hook()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
-    if not before:
-        hook()
-    for step in range(5):
-        optimizer.zero_grad()
-        backward(loss_of(model, mine(step)), optimizer)
-        optimizer.step()
-    return learned(model)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_hooks_on_accumulation_nodes_average_gradients_as_ddp_does_though_they_were_there_first(ranks, level):
-    averaged = both_alike(ranks(horovods_way, level, True))
-    assert same(averaged, both_alike(ranks(horovods_way, level, False)))
-    assert same(averaged, both_alike(ranks(train_ranks, level, 5, optim=sgd, **SCALED)))
 
 
 def fsdp1_inside() -> str:

@@ -34,9 +34,13 @@ from training import backward, same
 
 from amp_patch import amp, optimizers
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
-)
+pytestmark = [
+    pytest.mark.program,  # ranks that are killed, and begun anew in another number
+    pytest.mark.skipif(
+        torch.__version__.startswith("2.6."),
+        reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event",
+    ),
+]
 
 
 # Every level, and the other type of the two that have one.

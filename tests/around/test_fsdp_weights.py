@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -139,29 +137,3 @@ def test_no_cast_of_a_gathered_weight_outlives_it(ranks):
     for one_region, each in ranks(steps_in_one_region):
         assert same(one_region, each)
     assert ranks(casts_after_forward) == [0, 0]
-
-
-def gathered_and_saved() -> tuple[list[Tensor], list[Tensor]]:
-    """The weights that a forward at O2 computes with after a step, and those of the state dict, cast."""
-    model, optimizer = sharded_training("O2", torch.float16, "SGD")
-    backward(loss_of(model, 0, dist.get_rank()), optimizer)
-    optimizer.step()
-    seen: list[Tensor] = []
-    for module in model:
-        module.register_forward_pre_hook(lambda m, args: seen.extend(p.detach().clone() for p in m.parameters()))
-    loss_of(model, 1, dist.get_rank())
-    return seen, [value.half() for value in weights(model)]
-
-
-def test_a_sampler_that_takes_the_state_dict_rounds_as_the_trainer_does(ranks):
-    for gathered, saved in ranks(gathered_and_saved):
-        assert {value.dtype for value in gathered} == {torch.float16} and same(gathered, saved)
-
-
-def test_importing_amp_patch_imports_nothing_of_fsdp():
-    code = """
-import sys, amp_patch
-print([name for name in sys.modules if name.startswith(("torch.distributed.tensor", "torch.distributed.fsdp"))])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -227,38 +227,6 @@ def test_a_closure_under_scaling_is_refused_before_anything_moves(level, kind):
     assert next(amp.master_params(sam)).item() != 1.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_a_closure_without_scaling_equals_fp32(level, kind):
-    model = linear([[1.0]])
-    sam = kind(model.parameters(), torch.optim.SGD, rho=2.0, lr=1.0)
-    model, sam = amp.initialize(model, sam, opt_level=level)
-    seen = []
-
-    def closure():
-        sam.zero_grad()
-        out = model(torch.full((1, 1), 0.5))
-        seen.append(out.item())
-        backward(out.sum(), sam)
-
-    closure()
-    sam.step(closure)
-    assert seen == [0.5, 1.5] and model(torch.ones(1, 1)).item() == 0.5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_zero_grad_of_the_wrapper_drops_what_waits_scaled_on_the_model(level, kind):
-    model = linear([[1.0]])
-    sam = kind(model.parameters(), torch.optim.SGD, lr=1.0)
-    model, sam = amp.initialize(model, sam, opt_level=level, loss_scale=64.0)
-    backward(model(torch.full((1, 1), 8.0)).sum(), sam, delay_unscale=True)
-    sam.zero_grad()
-    assert model.weight.grad is None
-    backward(model(torch.full((1, 1), 0.5)).sum(), sam)
-    assert next(amp.master_params(sam)).grad.item() == 0.5
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_its_state_dict_resumes(level):
     def start():

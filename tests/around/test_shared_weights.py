@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from crossed import crossed
 from torch import nn
 from training import LEVELS, backward, linear, skipped
 
@@ -68,43 +67,6 @@ def test_a_shared_weight_s_gradients_of_a_delayed_exit_are_unscaled_for_the_firs
     assert model.weight.item() == 64.0 - gradient
     first.step()
     assert model.weight.item() == 64.0 - 2 * gradient
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_after_a_delayed_exit_for_both_a_loss_of_one_leaves_the_shared_gradient_unscaled_once(level):
-    model, first, second = two_of_one_weight(level, 8.0)
-    one = torch.ones(1, 1)
-    backward(model(one).sum(), [first, second], delay_unscale=True)
-    backward(2 * model(one).sum(), second)
-    first.step()
-    second.step()
-    assert model.weight.item() == 64.0 - 2 * 3.0
-
-
-@crossed({"loss_id": [0, 1], "order": [(0, 1), (1, 0)], "level": LEVELS})
-def test_after_a_delayed_exit_for_one_a_loss_of_both_adds_to_the_shared_gradient(loss_id, order, level):
-    model, *optimizers = two_of_one_weight(level, 8.0)
-    amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 8.0 * 2**i, "unskipped": 0} for i in range(2)})
-    one = torch.ones(1, 1)
-    backward(model(one).sum(), optimizers[0], delay_unscale=True)
-    backward(2 * model(one).sum(), [optimizers[index] for index in order], loss_id=loss_id)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert model.weight.item() == 64.0 - 2 * 3.0
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_of_a_shared_weight_that_are_yet_to_be_reduced_are_not_unscaled_before(level, monkeypatch):
-    model, first, second = two_of_one_weight(level, 8.0)
-    one = torch.ones(1, 1)
-    with monkeypatch.context() as inside:
-        inside.setattr("amp_patch.support.distributed.unreduced", [model])
-        backward(model(one).sum(), first)
-    with pytest.raises(RuntimeError, match="give those optimizers too"):
-        backward(model(one).sum(), second)
-    backward(model(one).sum(), [first, second])
-    second.step()
-    assert model.weight.item() == 62.0
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -19,10 +19,8 @@ from crossed import crossed
 from torch import Tensor, nn
 from training import backward
 
-from amp_patch import amp, multi_tensor
+from amp_patch import amp
 from amp_patch.apex import amp as apex_amp
-from amp_patch.apex import amp_C, fp16_utils
-from amp_patch.apex.amp.scaler import LossScaler as ApexScaler
 
 F = nn.functional
 DEFAULTS = [torch.float64, torch.bfloat16, torch.float16]
@@ -160,45 +158,6 @@ def with_a_grad_scaler_and_masters(told: Told) -> Any:
     return training.weights(model), scaler.state_dict()
 
 
-def with_fp16_optimizer(told: Told) -> Any:
-    model = fp16_utils.FP16Model(told.model)
-    optimizer = fp16_utils.FP16_Optimizer(MAKERS["SGD"](model.parameters()), dynamic_loss_scale=True, verbose=False)
-    for step in range(6):
-        optimizer.zero_grad()
-        inputs, targets = told.batches[step]
-        optimizer.backward(F.cross_entropy(model(inputs).float(), targets) * (torch.inf if step == 2 else 1))
-        optimizer.clip_master_grads(0.5)
-        optimizer.step()
-    checker = fp16_utils.DynamicLossScaler()
-    return training.weights(model), optimizer.loss_scale, checker.has_overflow(model.parameters())
-
-
-def with_apexs_scaler(told: Told) -> Any:
-    scaler = ApexScaler("dynamic", init_scale=1024.0)
-    model, stashed, out = (
-        [torch.full((3,), value, dtype=dtype, device=told.device)]
-        for value, dtype in ((3.0, torch.float16), (5.0, torch.float32), (0.0, torch.float32))
-    )
-    scaler.unscale(model, out, 1024.0)
-    results = [out[0].clone()]
-    scaler.unscale(model, out, 1024.0, scale_override=1 / 3)
-    results.append(out[0].clone())
-    scaler.unscale_with_stashed(model, stashed, out, scale_override=(3.0, 7.0, 2.0))
-    return results, out, scaler.update_scale(), scaler.loss_scale()
-
-
-def with_amp_C(told: Told) -> Any:
-    flag = torch.zeros(1, dtype=torch.int32, device=told.device)
-    lists = [[torch.full((5,), 1 / 3, dtype=torch.float32, device=told.device)] for _ in range(3)]
-    amp_C.multi_tensor_scale(2048, flag, lists[:2], 1 / 7)
-    amp_C.multi_tensor_axpby(2048, flag, lists, 1 / 3, 1 / 5, -1)
-    norms = amp_C.multi_tensor_l2norm(2048, flag, lists[2:], True)
-    nothing = amp_C.multi_tensor_l2norm(2048, flag, [[]], True)
-    scaled = amp_C.multi_tensor_unscale_l2norm(2048, flag, lists[2:], 1 / 11, True)
-    scaled_by_tensor = amp_C.multi_tensor_unscale_l2norm(2048, flag, lists[2:], norms[0], True)
-    return lists, norms, nothing, scaled, scaled_by_tensor, flag
-
-
 def with_apexs_names(told: Told) -> Any:
     optimizer = MAKERS["SGD"](told.model.parameters())
     model, optimizer = apex_amp.initialize(told.model, optimizer, opt_level="O2", verbosity=0)
@@ -209,17 +168,6 @@ def with_apexs_names(told: Told) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return training.weights(model), apex_amp.state_dict()
-
-
-def with_the_kernels(told: Told) -> Any:
-    like = {"dtype": torch.float32, "device": told.device}
-    found, inverse = torch.zeros((), **like), torch.full((), 1 / 3, **like)
-    grads = [torch.full((4,), 7.0, dtype=dtype, device=told.device) for dtype in (torch.float32, torch.float16)]
-    norms = multi_tensor.multi_tensor_unscale_l2norm(grads, inverse, found)
-    nothing = multi_tensor.multi_tensor_l2norm([], True)
-    scale, tracker = torch.full((), 1024.0, **like), torch.zeros((), dtype=torch.int32, device=told.device)
-    multi_tensor.update_scale(scale, tracker, found, growth_factor=2.0, backoff_factor=0.5, growth_interval=1)
-    return grads, norms, nothing, scale, tracker, found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -239,36 +187,11 @@ def looked_at(told: Told) -> Any:
     return str(seen), gradients, run.loss, run.scale, run.skipped, run.activations, tuple(safe), copied
 
 
-def looked_at_without_amp(told: Told) -> Any:
-    optimizer = MAKERS["SGD"](told.model.parameters())
-    scaler = torch.amp.GradScaler(told.device, init_scale=1024.0)
-    with amp.inspect(told.model, optimizer) as seen:
-        for step in range(2):
-            optimizer.zero_grad()
-            with torch.autocast(told.device, dtype=torch.bfloat16):
-                loss = told.loss(step)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return str(seen), {name: histogram.to_dict() for name, histogram in seen.gradients.items()}
-
-
-def explained(told: Told) -> Any:
-    model, _ = amp.initialize(told.model, MAKERS["SGD"](told.model.parameters()), opt_level="O1", verbosity=0)
-    return str(amp.explain(model, told.batches[0][0]))
-
-
 STORIES = [
     with_a_grad_scaler,
     with_a_grad_scaler_and_masters,
-    with_fp16_optimizer,
-    with_apexs_scaler,
-    with_amp_C,
     with_apexs_names,
-    with_the_kernels,
     looked_at,
-    looked_at_without_amp,
-    explained,
 ]
 
 

@@ -300,7 +300,7 @@ def test_the_handle_of_the_api_before_initialize(amp, environment):
             scaled_loss.backward()
         optimizer.step()
         assert layer.weight.grad.item() == 1.0
-        assert amp.loss_scale(optimizer).item() == (1.0 if level == "O0" else 4.0)
+        assert native.loss_scale(optimizer).item() == (1.0 if level == "O0" else 4.0)
         handle._deactivate()
         assert torch.mm(weight, weight).dtype is torch.float32
         handle._is_active = True

@@ -82,19 +82,6 @@ def test_an_optimizer_that_skips_on_the_device_reports_there(device):
         assert torch.equal(before, model.weight) is overflow
 
 
-def test_the_optimizer_s_return_value_is_passed_through():
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step()
-            return 7
-
-    model = nn.Linear(2, 2)
-    optimizer = Counting(model.parameters(), lr=0.1)
-    scaler = amp.GradScaler("cpu")
-    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    assert scaler.step(optimizer) == 7
-
-
 def test_an_optimizer_without_gradients_is_no_error():
     model, optimizer = model_and_optimizer()
     scaler = amp.GradScaler("cpu", init_scale=4.0)
@@ -166,18 +153,6 @@ def test_hysteresis_waits():
     for overflow in (True, True, False, True, True):
         iterate(fresh, model, optimizer, overflow=overflow)
     assert fresh.get_scale() == 64.0
-
-
-def test_states_are_exchanged_with_torch_s():
-    model, optimizer = model_and_optimizer()
-    theirs, ours = scalers(init_scale=32.0, growth_interval=5)
-    for _ in range(3):
-        iterate(theirs, model, optimizer)
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.state_dict() == theirs.state_dict() and ours._get_growth_tracker() == 3
-    back = torch.amp.GradScaler("cpu")
-    back.load_state_dict(ours.state_dict())
-    assert back.state_dict() == theirs.state_dict()
 
 
 def test_errors_are_torch_s():

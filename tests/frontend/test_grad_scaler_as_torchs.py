@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import gc
 import pickle
 
 import pytest
@@ -260,33 +259,6 @@ def test_gradients_that_another_scaler_has_unscaled_are_refused(fused):
     other.step(optimizer)
     one.update()
     other.update()
-
-
-def test_scalers_of_other_or_deleted_optimizers_are_no_mixture():
-    (model, optimizer), (other, other_optimizer) = model_and_optimizer(), model_and_optimizer()
-    one, two = amp.GradScaler("cpu"), amp.GradScaler("cpu")
-    for _ in range(2):
-        optimizer.zero_grad()
-        other_optimizer.zero_grad()
-        one.scale(model(torch.ones(1, 3)).sum()).backward()
-        two.scale(other(torch.ones(1, 3)).sum()).backward()
-        two.step(other_optimizer)
-        two.update()
-        assert one.step(optimizer) is True
-        one.update()
-    one.scale(model(torch.ones(1, 3)).sum())  # this iteration failed, and was begun again with a new scaler
-    new = amp.GradScaler("cpu")
-    assert iterate(new, model, optimizer) is True
-    one.scale(model(torch.ones(1, 3)).sum()).backward()
-    one.unscale_(optimizer)
-    assert iterate(new, model, optimizer) is True
-    del one
-    gc.collect()
-    manual = amp.GradScaler("cpu", init_scale=4.0)  # gradients scaled by hand
-    manual.scale(torch.ones(()))
-    manual.update(4.0)
-    (model(torch.ones(1, 3)).sum() * manual.get_scale()).backward()
-    assert manual.step(optimizer) is True
 
 
 @crossed({"level": ["O0", "O1", "O2", "O3", "O4", "O5"], "nested": [False, True], "delay": [False, True]}, meet=1)

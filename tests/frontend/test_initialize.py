@@ -253,17 +253,19 @@ def test_a_failure_half_way_is_undone(monkeypatch, stage):
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [key for key, _ in before]
 
 
-def test_importing_patches_nothing_and_touches_no_cuda():
+def test_importing_patches_nothing_touches_no_cuda_and_leaves_apex_and_fsdp_alone():
     import subprocess
     import sys
 
     code = (
         "import torch; before = dict(vars(torch)), dict(vars(torch.Tensor)), dict(vars(torch.nn.functional));"
-        "from amp_patch import amp; import amp_patch as again; assert amp is again;"
+        "from amp_patch import amp; import amp_patch as again; assert amp is again; import sys;"
+        "assert not any('apex' in m.split('.') or m.startswith('torch.distributed.fsdp') for m in sys.modules);"
+        "assert not any(m.startswith('torch.distributed.tensor') for m in sys.modules);"
         "after = vars(torch), vars(torch.Tensor), vars(torch.nn.functional);"
         "assert all(b[k] is a[k] for b, a in zip(before, after) for k in b);"
         "assert not torch.cuda.is_initialized();"
         "assert all(hasattr(amp, name) for name in amp.__all__);"
-        "import sys; assert not sys.modules.keys() & {'torch._dynamo', 'lightning', 'accelerate', 'transformers'}"
+        "assert not sys.modules.keys() & {'torch._dynamo', 'lightning', 'accelerate', 'transformers'}"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -134,16 +134,6 @@ def test_restore_leaves_nothing_of_amp_patch(level):
     assert all(p.dtype is torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_restore_midway_carries_gradients_back(level):
-    model = training.linear([[1.0, 2.0]])
-    optimizer = SGD(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
-    training.backward(model(torch.tensor([[3.0, 4.0]])).sum(), optimizer)
-    amp.restore()
-    assert model.weight.grad.tolist() == [[3.0, 4.0]] and model.weight.grad.dtype is torch.float32
-
-
 @pytest.mark.parametrize("first", LEVELS)
 @pytest.mark.parametrize("second", LEVELS)
 def test_a_model_can_change_its_level_in_mid_training(first, second):

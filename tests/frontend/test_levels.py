@@ -145,24 +145,6 @@ def test_two_trainings_in_one_process_resume_to_the_bit_each_with_its_own_scale(
     assert [state["loss_scaler0"]["loss_scale"] for _, state in expected.values()] == [16384.0, 32768.0]
 
 
-def test_loss_scale_reads_the_optimizer_s_training_and_without_one_the_newest():
-    made = trainings((0, 1))
-    (_, first), (_, second) = made.values()
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}}, first)
-    assert amp.state_dict(first) == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}}
-    assert amp.state_dict(second) == amp.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
-    destination = {"mine": 1}
-    assert amp.state_dict(first, destination=destination) is destination
-    assert destination == {"mine": 1, **amp.state_dict(first)}
-    assert amp.state_dict(destination=(given := {})) is given and given == amp.state_dict(second)
-
-    class Wrapper:
-        def __init__(self, optim):
-            self.optim, self.step = optim, optim.step
-
-    assert amp.state_dict(Wrapper(first)) == amp.state_dict(first)
-
-
 def test_the_scales_of_optimizers_that_have_none_in_common_are_refused_by_name():
     (_, first), (_, second) = trainings((0, 1)).values()
     state = amp.state_dict(first)
@@ -179,12 +161,6 @@ def test_the_scales_of_optimizers_that_have_none_in_common_are_refused_by_name()
             f"{name}: this SGD never went through initialize(); call `model, optimizer = amp.initialize(model, "
             "optimizer, opt_level=...)` first"
         )
-
-
-def test_optimizers_of_initialize_enabled_false_have_no_scales():
-    optimizers = [SGD(convnet().parameters()) for _ in range(2)]
-    amp.initialize(convnet(), optimizers, enabled=False)
-    assert amp.state_dict(optimizers) == {}
 
 
 @pytest.mark.parametrize("target", ["O0", "O1", "O4"])

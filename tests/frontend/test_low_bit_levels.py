@@ -127,14 +127,6 @@ def test_names_that_cannot_be(name, monkeypatch):
         amp.initialize(Net(), opt_level="O4")
 
 
-@pytest.mark.parametrize("level", BASES)
-def test_explain_names_the_format_of_each_product(level):
-    _, model = train(level, steps=1, dtype="nvfp4")
-    calls = amp.explain(model, torch.tensor([[1, 2]])).calls
-    decided = {call.module: call.decided for call in calls if call.op.endswith(".linear")}
-    assert decided["up"] == decided["down"] == "lower (nvfp4)" and "nvfp4" not in decided["head"]
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch 2.15, of a vmap over our products
 @pytest.mark.parametrize("level", BASES)
 def test_torch_funcs_gradients_are_refused_by_name_and_vmap_is_each_samples_product(level):

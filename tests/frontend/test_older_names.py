@@ -8,12 +8,10 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
-from training import SGD, convnet, images, mm_dtype, same, weights
+from training import mm_dtype
 
 import amp_patch
 from amp_patch import amp
-from amp_patch.casts import state as casts_state
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -104,55 +102,6 @@ def test_errors_of_the_newer_names_name_the_older():
         amp.GradScaler(2.0**10)
     with pytest.raises(TypeError, match=r"or amp_patch\.cuda\.amp\.autocast\(False\)"):
         amp.autocast(False)
-
-
-def test_custom_functions_of_the_older_names(with_cuda):
-    seen = []
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        @amp_patch.cuda.amp.custom_fwd(cast_inputs=FP32)
-        def forward(ctx, x):
-            seen.append((x.dtype, mm_dtype()))
-            return x * 1
-
-        @staticmethod
-        @amp_patch.cuda.amp.custom_bwd
-        def backward(ctx, grad):
-            seen.append((grad.dtype, mm_dtype()))
-            return grad
-
-    class Plain(Function):
-        forward = staticmethod(amp_patch.cuda.amp.custom_fwd(lambda ctx, x: x * 1))
-
-    x = torch.ones(2, dtype=HALF, requires_grad=True)
-    with amp_patch.cuda.amp.autocast():
-        y = Function.apply(x)
-    y.sum().backward()
-    assert seen == [(FP32, FP32)] * 2 and x.grad.dtype is HALF
-    with amp_patch.cuda.amp.autocast():
-        Plain.apply(x).sum().backward()
-    assert seen[2:] == [(HALF, HALF)]
-
-
-def test_a_script_trains_with_the_older_names_as_with_the_newer():
-    def train(autocast, scaler):
-        model = convnet()
-        optimizer = SGD(model.parameters())
-        for step in range(3):
-            inputs, targets = images(step)
-            optimizer.zero_grad()
-            with autocast:
-                loss = nn.functional.cross_entropy(model(inputs), targets)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return weights(model)
-
-    older = amp_patch.cpu.amp
-    expected = train(amp.autocast("cpu", HALF), amp.GradScaler("cpu", 2.0**10))
-    assert same(train(older.autocast(True, HALF), older.GradScaler(2.0**10)), expected)
-    assert casts_state.outside()
 
 
 @pytest.mark.parametrize(

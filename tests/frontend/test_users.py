@@ -158,18 +158,3 @@ def test_a_script_that_clears_only_the_model_s_gradients_never_accumulates(level
         backward(model(torch.full((1, 1), 0.25)).sum(), optimizer)
         optimizer.step()
         assert model.weight.item() == expected
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_loss_scale_may_be_below_1_only_when_asked(level):  # 452, 654
-    model = linear([[1.0]])
-    _, optimizer = amp.initialize(
-        model, SGD(model.parameters()), opt_level=level, loss_scale="dynamic", min_loss_scale=1.0, verbosity=0
-    )
-    for _ in range(20):
-        backward(model(torch.full((1, 1), math.inf)).sum().float(), optimizer)
-        optimizer.step()
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
-    _, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=0.25)
-    with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
-        assert scaled_loss.item() == 0.25

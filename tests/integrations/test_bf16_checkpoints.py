@@ -27,7 +27,6 @@ from checkpoints import (  # noqa: E402
     TRAININGS,
     Lit,
     adamw,
-    batch,
     by_name,
     iterate,
     loaded,
@@ -197,29 +196,3 @@ def test_lightning_has_the_bits_of_the_fp32_model_and_restores_the_incoming_type
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Accelerate and Fabric
-
-
-def with_accelerate(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
-    accelerator = accelerate.Accelerator(cpu=True)
-    return (*accelerator.prepare(model, optimizer), accelerator.backward)
-
-
-def with_fabric(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
-    fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1)
-    return (*fabric.setup(model, optimizer), fabric.backward)
-
-
-@pytest.mark.parametrize("prepare", [with_accelerate, with_fabric])
-@every_training
-def test_accelerate_and_fabric_have_the_bits_of_the_model_in_fp32(training, prepare, folder):
-    losses, wide = expected(folder, "Llama", training)
-    model, optimizer = begun(folder, "Llama", training)
-    prepared, stepped, backward = prepare(model, optimizer)
-    for step, known in enumerate(losses):
-        stepped.zero_grad()
-        loss = prepared(**batch("Llama", step)).loss
-        with amp.scale_loss(loss, stepped) as scaled_loss:
-            backward(scaled_loss)
-        stepped.step()
-        assert loss.item() == known
-    assert same(masters_of(optimizer), wide)

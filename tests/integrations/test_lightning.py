@@ -188,37 +188,6 @@ def test_lightning_steps_several_optimizers(level):
     assert same(weights(module), weights(by_hand))
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-def test_lightning_shows_hooks_unscaled_gradients_and_lets_a_step_be_left_out():
-    norms = []
-
-    class Watching(Classifier):
-        def training_step(self, batch, index):
-            return super().training_step(batch, index) if index != 1 else None
-
-        def on_before_optimizer_step(self, optimizer):
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            norms.append(float(torch.nn.utils.get_total_norm(grads)) if grads else None)
-
-    seen = []
-    for precision in (OptLevelPrecision("O0"), OptLevelPrecision("O2")):
-        norms.clear()
-        trainer(precision, max_steps=3).fit(Watching(), loader())
-        seen.append(list(norms))
-    assert seen[0][1] is None and seen[1][1] is None
-    assert seen[1][::2] == pytest.approx(seen[0][::2], rel=1e-2)
-
-
-def test_lightning_passes_a_closure_to_lbfgs_at_o0():
-    class Evaluating(Classifier):
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters(), max_iter=3)
-
-    module = Evaluating()
-    trainer(OptLevelPrecision("O0"), max_steps=1).fit(module, loader())
-    assert len(module.losses) == 3
-
-
 def test_the_package_pytorch_lightning_is_served_too():
     import pytorch_lightning
 

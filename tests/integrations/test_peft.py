@@ -148,35 +148,6 @@ def test_adapters_are_saved_in_fp32_and_read_back(training, adapters, tmp_path):
     assert all(state[key].data_ptr() == p.data_ptr() for key, p in again.named_parameters() if not p.requires_grad)
 
 
-@every_training
-def test_an_adapter_that_is_loaded_in_its_own_type_is_exact(training, tmp_path):
-    model, optimizer = begun(training, lora())
-    iterate(model, optimizer, steps=3)
-    model.save_pretrained(tmp_path)
-    exact = masters_of(optimizer)
-    amp.restore()
-    model, optimizer = begun(training, lora())
-    iterate(model, optimizer, steps=1)
-    model.load_adapter(tmp_path, "default", is_trainable=True, autocast_adapter_dtype=False)
-    assert same(masters_of(optimizer), exact)
-    assert {p.dtype for p in trained(model)} == {CAST.get(training, torch.float32)}
-    iterate(model, optimizer, steps=1)
-
-
-@every_training
-def test_merged_adapters_are_the_trained_ones(training):
-    model, optimizer = begun(training, lora("FP32"))
-    iterate(model, optimizer)
-    exact = of_adapters(model.state_dict())
-    amp.restore()
-    assert same_by_name(of_adapters(model.state_dict()), exact)
-    adapted, plain = logits(model), logits(base_model("FP32"))
-    merged = model.merge_and_unload()
-    assert type(merged) is type(base_model("FP32")) and not any("lora" in key for key in merged.state_dict())
-    torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=1e-6)
-    assert (adapted - plain).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("autocast", [True, False], ids=["FP32", "the base's type"])
 @every_training
 def test_an_adapter_that_is_added_later_trains_and_leaves_the_first_alone(training, autocast):

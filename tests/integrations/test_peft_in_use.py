@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from adapters import (
     CAST,
     LR,
     OLDER_NAME,
     base_model,
-    begun,
     every_adapter,
     every_training,
     frozen,
@@ -26,18 +22,12 @@ from checkpoints import (
     TOLERANCE,
     TRAININGS,
     Lit,
-    batch,
     loader,
     rows,
     same_by_name,
     types,
 )
 from frameworks import PACKAGES_WARN, hf_trainer, logged, trainer
-from ranks import RankError
-from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from training import iterate, masters_of, same
 
 from amp_patch import amp
 from amp_patch.integrations.lightning import OptLevelPrecision
@@ -91,15 +81,6 @@ def test_the_trainer_resumes_adapters_to_the_same_bits(training, adapters, tmp_p
 
 
 @every_training
-def test_the_trainer_ends_with_the_best_adapters_exactly(training, tmp_path):
-    each = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    made = with_trainer(tmp_path, training, lora(), **each, load_best_model_at_end=True)
-    best = load_file(Path(made.state.best_model_checkpoint, "adapter_model.safetensors"))
-    found = of_adapters(made.model.state_dict())
-    assert same_by_name({key.replace(".default", ""): value for key, value in found.items()}, best)
-
-
-@every_training
 def test_lightning_trains_adapters_and_restores_the_incoming_type(training):
     modules = [Lit(lora().float(), LR), Lit(lora(), LR)]
     before = [types(module) for module in modules]
@@ -117,65 +98,3 @@ def test_lightning_trains_adapters_and_restores_the_incoming_type(training):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two processes
-
-
-def share(step: int) -> dict[str, torch.Tensor]:
-    """This process's half of a batch."""
-    return {key: value[dist.get_rank() :: dist.get_world_size()] for key, value in batch("Llama", step).items()}
-
-
-def steps_of(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
-    return iterate(optimizer, lambda step: model(**share(step)).loss, range(steps))
-
-
-def in_ddp(training: str, widen: bool, wrapped_first: bool) -> tuple[list[float], list[torch.Tensor]]:
-    warnings.filterwarnings("ignore", OLDER_NAME, FutureWarning)
-    model = lora()
-    if widen:
-        model.float()
-    ddp = DistributedDataParallel(model) if wrapped_first else None
-    model, optimizer = begun(training, model)
-    losses = steps_of(ddp or DistributedDataParallel(model), optimizer)
-    assert all(master_of(p) is None for p in frozen(model))
-    return losses, masters_of(optimizer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrapped_first", [False, True])
-@pytest.mark.parametrize("training", ["O1", "O2", "O5"])
-def test_adapters_in_ddp_are_the_same_on_both_ranks(ranks, training, wrapped_first):
-    mine, others = ranks(in_ddp, training, False, wrapped_first, timeout=120.0)
-    assert same(mine[1], others[1]) and mine[0] != others[0]
-    if training in CAST:
-        wide, _ = ranks(in_ddp, training, True, wrapped_first)
-        assert mine[0] == wide[0] and same(mine[1], wide[1])
-
-
-def sharded(training: str, adapters: str) -> tuple[list[float], int]:
-    warnings.filterwarnings("ignore", OLDER_NAME, FutureWarning)
-    level = TRAININGS[training]["opt_level"]
-    model = lora("BF16", adapters)
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mp_policy=amp.fsdp_policy(level))
-    fully_shard(model, mp_policy=amp.fsdp_policy(level))
-    values = [p.to_local().clone() for p in frozen(model)]
-    model, optimizer = begun(training, model)
-    losses = steps_of(model, optimizer, 4)
-    assert all(map(torch.equal, values, (p.to_local() for p in frozen(model))))
-    return losses, len(list(amp.master_params(optimizer)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("training", ["O1", "O2", "O5"])
-def test_sharded_adapters_train_over_a_sharded_base(ranks, training):
-    results = ranks(sharded, training, "FP32", timeout=120.0)
-    for losses, count in results:
-        assert losses[2] < losses[0] and losses[3] < losses[1] and count == 8
-
-
-@pytest.mark.slow
-def test_sharded_adapters_in_bf16_are_refused_with_the_line_that_works(ranks):
-    with pytest.raises(
-        RankError, match=r"lora_A.default.weight' of .* is sharded and torch.bfloat16; .*model.float\(\)"
-    ):
-        ranks(sharded, "O5", "BF16", timeout=120.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from adapters import CAST, OLDER_NAME, begun, every_training, lora
 from checkpoints import TRAININGS, adamw, by_name, iterate, loaded, random_model, same_by_name
 from crossed import crossed
-from frameworks import PACKAGES_WARN, hf_trainer
+from frameworks import PACKAGES_WARN
 
 from amp_patch import amp
 
@@ -57,17 +56,6 @@ def test_save_pretrained_of_a_cast_model_warns_that_its_config_rounds_and_names_
     amp.restore()
     model.save_pretrained(tmp_path / "came")
     assert not said()
-
-
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_the_trainer_that_corrects_the_config_does_not_warn(level, tmp_path, said):
-    trainer = hf_trainer(tmp_path, level, model=random_model("Llama"), max_steps=2, save_strategy="steps", save_steps=1)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
-    assert not said()
-    trainer.model.save_pretrained(tmp_path / "alone")
-    assert only(said(), SAVES.format("torch.bfloat16")) if level == "O5" else not said()
 
 
 @crossed(every_training, {"base": ["BF16", "FP32"], "name": ["merge_and_unload", "merge_adapter"]}, meet=1)

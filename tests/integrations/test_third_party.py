@@ -7,10 +7,7 @@ element by element or not, it must do to the masters, to the bit, what it does t
 from __future__ import annotations
 
 import ast
-import copy
-import io
 import math
-import pickle
 import random
 import re
 from collections.abc import Callable
@@ -189,33 +186,6 @@ def test_it_steps_masters_like_the_weights_of_the_fp32_script(name, level):
     assert any(not torch.equal(now, then) for now, then in zip(plain.parameters(), network().parameters(), strict=True))
 
 
-def resumed(name: str, level: str | None) -> list[Tensor]:
-    """The optimizer's parameters after a run that was cut in the middle: saved, and loaded into new objects."""
-    plain = level is None
-    model, optimizer = start_of(name, level)
-    for number in range(STEPS // 2):
-        step(model, optimizer, number, plain=plain)
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict(), None if plain else amp.state_dict()), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)
-    model, optimizer = start_of(name, level, seed=1)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    if not plain:
-        amp.load_state_dict(saved[2])
-    for number in range(STEPS // 2, STEPS):
-        step(model, optimizer, number, plain=plain)
-    return [p.detach() for p in amp.master_params(optimizer)]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@every_optimizer
-def test_it_resumes_as_the_fp32_script_does(name, level):
-    expected = resumed(name, None)
-    assert_unchanged(resumed(name, level), expected)
-
-
 # Those that look at several parameters at once, draw random numbers, keep state that is no parameter's, or cannot be
 # made anew of the parts of another one; FAdam takes FP32 alone.
 NOT_BY_THEMSELVES = {
@@ -272,48 +242,3 @@ def test_a_registered_one_steps_in_portions_and_in_backward_to_the_bit(name, rel
         check("O5", model, optimizer, plain, plain_optimizer)
     settings = [[{**group, "params": ()} for group in one.param_groups] for one in (optimizer, plain_optimizer)]
     assert partial_step.same(*settings)
-
-
-# The others keep numbers in attributes, which torch's `Optimizer.__getstate__` leaves out of all copies.
-COPIES = [name for name in OPTIMIZERS if name.startswith(("schedulefree A", "schedulefree R", "schedulefree S"))]
-COPIES += ["prodigyopt", "transformers Adafactor", "transformers Adafactor momentum"]
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
-)
-@pytest.mark.parametrize("name", COPIES)
-def test_a_copy_trains_on_alike(name, duplicate):
-    def copied(level: str | None) -> tuple[list[Tensor], list[Tensor]]:
-        model, optimizer = start_of(name, level)
-        for number in range(2):
-            step(model, optimizer, number, plain=level is None)
-        twin, twins_optimizer = duplicate((model, optimizer))
-        for number in range(2, 4):
-            step(model, optimizer, number, plain=level is None)
-            step(twin, twins_optimizer, number, plain=level is None)
-        return tuple([p.detach() for p in amp.master_params(o)] for o in (optimizer, twins_optimizer))
-
-    expected = copied(None)
-    assert_unchanged(copied("O2"), expected)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_torch_ema_averages_the_masters_and_lends_the_average_to_the_model(level):
-    def run(level: str | None) -> tuple[nn.Module, Any, Any]:
-        model, optimizer = start_of("lion_pytorch", level)
-        average = torch_ema.ExponentialMovingAverage(list(amp.master_params(optimizer)), decay=0.9)
-        for number in range(STEPS):
-            step(model, optimizer, number, plain=level is None)
-            average.update()
-        return model, optimizer, average
-
-    (plain, plain_optimizer, expected), (model, optimizer, average) = run(None), run(level)
-    assert_unchanged(average.shadow_params, expected.shadow_params)
-    with average.average_parameters(), expected.average_parameters():
-        check(level, model, optimizer, plain, plain_optimizer)
-        assert_unchanged([p.detach() for p in plain.parameters()], expected.shadow_params)
-    check(level, model, optimizer, plain, plain_optimizer)
-    step(model, optimizer, STEPS)
-    step(plain, plain_optimizer, STEPS, plain=True)
-    check(level, model, optimizer, plain, plain_optimizer)

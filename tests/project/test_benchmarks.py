@@ -7,7 +7,6 @@ import os
 
 import pytest
 import scripts
-import torch
 from paths import BENCHMARKS, ROOT
 from python_forks import python
 
@@ -41,13 +40,6 @@ def run_benchmark(script, folder, *options):
     return done.stdout, json.loads(figures.read_text())["rows"]
 
 
-def test_the_survey_s_cost_is_a_ratio_to_the_step_s_time_and_memory(tmp_path):
-    output, (row,) = run_benchmark("survey", tmp_path, "--width", "64", "--depth", "1", "--tokens", "16")
-    assert set(row) == {"parameters", "time", "memory"} and row["parameters"] > 1e5
-    assert row["time"] > 0 and 0.9 < row["memory"] < 3
-    assert "memory " in output
-
-
 @pytest.mark.parametrize(
     ("script", "dtype"),
     [("step", "bf16"), pytest.param("step", "fp16", marks=pytest.mark.release), ("compile", "bf16")],
@@ -74,27 +66,6 @@ def test_each_kernel_stands_beside_a_copy_and_torch(kind, tmp_path):
         assert f"{row['kernel']:16}{row['dtype']:10}{kind:14}" in output
 
 
-def test_the_recorded_turns_are_recorded(tmp_path):
-    output, rows = run_benchmark("recording", tmp_path, "--levels", "O0", "O2", "--steps", "2", "--batch", "1")
-    assert [row["level"] for row in rows] == ["O0", "O2"]
-    for row in rows:
-        assert row["off"] > 0 and row["recorded"] > 0 and f"{row['ratio']:9.4f}" in output
-
-
-def test_norms_are_weighed_timed_and_trained_beside_each_other(tmp_path):
-    options = ["--models", "gpt", "convnext", "--levels", "O4", "--seeds", "2", "--steps", "2"]
-    output, rows = run_benchmark("norms", tmp_path, *options)
-    assert [(row["model"], row["rival"]) for row in rows] == [
-        (model, rival) for model in ("gpt", "convnext") for rival in ("fp32", "as input", "lowered")
-    ]
-    for row in rows:
-        assert f"{row['model']:10}O4     {row['rival']:10}" in output and row["time"] > 0
-        assert len(row["losses"]) == len(row["O0 losses"]) == 2
-    ratios = [row["ratio"] for row in rows]
-    assert ratios[0] == ratios[1] == ratios[3] == 1.0, "the GPT's norms are given FP32"
-    assert ratios[2] < 1.0 and ratios[5] < ratios[4] < 1.0
-
-
 def test_the_optimizers_half_of_a_step_equals_plain_training(tmp_path):
     output, rows = run_benchmark("optimizer", tmp_path, "--size", "tiny")
     assert len(rows) == len({(row["work"], row["dtype"]) for row in rows}) == 36
@@ -112,18 +83,6 @@ def test_the_optimizers_half_of_a_step_equals_plain_training(tmp_path):
         assert row["amp_patch bytes"] >= fewest - 0.1
         if "NAdam" not in row["work"] and "RMSprop" not in row["work"]:  # whose portions share a memory
             assert row["torch bytes"] >= row["amp_patch bytes"] - 0.1
-
-
-def test_peak_bytes_include_the_memory_from_before_the_last_block(timing):
-    def call():
-        kept = [torch.empty(1000, dtype=torch.uint8)]
-        for size in (50_000, 8000):
-            kept += [torch.empty(100, dtype=torch.uint8)]
-            with torch.profiler.record_function("the block"):
-                torch.empty(size, dtype=torch.uint8)
-                torch.empty(size // 2, dtype=torch.uint8)
-
-    assert timing.most_bytes(call, "the block") == 1000 + 2 * 100 + 8000
 
 
 def test_gradient_release_takes_fewer_bytes(tmp_path):

@@ -28,9 +28,3 @@ def test_fast_cases_have_each_combination_and_slow_ones_are_the_rest(meet, numbe
     for which in combinations(range(3), meet):
         wanted = {tuple(case[i] for i in which) for case in product(COLOURS.values(), SIZES, SHAPES)}
         assert {tuple(case[i] for i in which) for case in fast} == wanted
-
-
-def test_a_value_that_is_slow_takes_no_place_of_another():
-    sizes = [pytest.param(1, marks=pytest.mark.slow, id="one"), 2]
-    fast, slow = split({"colour": COLOURS, "size": sizes}, meet=1)
-    assert fast == [(1, 2), (2, 2), (3, 2)] and slow == [(1, 1), (2, 1), (3, 1)]

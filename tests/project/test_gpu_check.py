@@ -41,32 +41,6 @@ def preflight(modules):
 # --- what is missing ---
 
 
-def program(path, script):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """A PATH with a wrapper of nvcc whose toolkit, of CUDA 13, lies elsewhere, and nothing else."""
-    toolkit = tmp_path / "toolkit"
-    says = f"case $1 in --version) echo 'release 13.0, V13.0.1';; --dryrun) echo '#$ TOP={toolkit}' >&2;; esac"
-    program(tmp_path / "bin" / "nvcc", says)
-    for file in ("include/cuda_runtime.h", "lib64/libcudart.so"):
-        (toolkit / file).parent.mkdir(parents=True)
-        (toolkit / file).touch()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-def test_nvcc_is_found_with_the_toolkit_that_it_wraps(preflight, machine):
-    there, text = preflight.nvcc({"cuda": "13.2"})[1:]
-    assert there and text == f"13.0, {machine}/bin/nvcc, toolkit in {machine}/toolkit"
-
-
 def check(*options, **environment):
     return subprocess.run(
         [sys.executable, "-W", "error", str(BENCHMARKS / "gpu_check.py"), *options],
@@ -241,11 +215,6 @@ def test_figures_are_written_after_each_stage_and_other_stages_figures_stay(
         logs = [member.name for member in packed.getmembers() if member.isfile()]
     assert sorted(logs) == ["build/extension.log", "kernels/x.log", "step/x.log", "tests/x.log"]
     assert written["stages"]["tests"]["torch"] == "2.11.0+cu130" and written["stages"]["tests"]["x"] == {"rows": [1]}
-
-
-def kernel(name, tensors, of_copy, of_torch):
-    row = {"kernel": name, "dtype": "float16", "tensors": tensors}
-    return row | {"of copy": of_copy, "of torch": of_torch}
 
 
 def test_each_command_of_a_stage_takes_its_options(gpu_check):

@@ -30,26 +30,8 @@ def page_of(results: Path, folder: Path) -> str:
     return page.read_text()
 
 
-def rows_of_kinds(page: str) -> list[list[str]]:
-    """Return the cells of each row of the table of kinds, without its head."""
-    part = page.partition("## Why a level is not as good")[2].partition("## ")[0]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")][1:]
-
-
 def test_the_page_has_the_results(tmp_path: Path) -> None:
     assert page_of(RESULTS, tmp_path) == (ROOT / "docs" / "models.md").read_text()
-
-
-def test_each_finding_has_a_kind(results: dict, tmp_path: Path) -> None:
-    rows = rows_of_kinds((ROOT / "docs" / "models.md").read_text())
-    assert "another reason" not in [name for name, *_ in rows]
-    written = " ".join(which for _, _, which, _ in rows)
-    lost = {
-        label: [level for level, end in model["levels"].items() if end["outcome"] not in ("as good", "undecided")]
-        for label, model in results["models"].items()
-    }
-    for label, levels in lost.items():
-        assert levels == [] or label in written, label
 
 
 KNOWN = {  # what is published of a model -> the level, the outcome that shows it, and words of the survey's line there

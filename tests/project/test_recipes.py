@@ -11,7 +11,6 @@ import functools
 import importlib
 import statistics
 import sys
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -269,40 +268,6 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A model that is asked while it trains.
-
-
-@crossed({"form": ["autocast", *LEVELS], "without_grad": [torch.no_grad, torch.inference_mode]}, meet=1)
-def test_inference_in_between_leaves_no_trace_in_the_training(form, without_grad):
-    """No weight that was cast without a graph, or as an inference tensor, reaches the training's forward."""
-
-    def train(asked: bool) -> tuple[list[float], list[list[float]]]:
-        model, losses, answers = run_of("cpu").model(), [], []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if form != "autocast":
-            model, optimizer = amp.initialize(model, optimizer, opt_level=form)
-        for inputs, targets in islice(run_of("cpu").batches(), 4):
-            optimizer.zero_grad()
-            with amp.autocast("cpu") if form == "autocast" else nullcontext():
-                if asked:
-                    with without_grad():
-                        answer = model(inputs)
-                output = model(inputs)
-                loss = nn.functional.cross_entropy(output, targets)
-                if asked:
-                    assert torch.equal(answer, output)
-                    with without_grad():
-                        assert torch.equal(model(inputs), output)
-            if form == "autocast":
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            answers.append([param.sum().item() for param in model.parameters()])
-        return losses, answers
-
-    assert train(asked=True) == train(asked=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from unittest import mock
 
 import pytest
 import torch
 from apexed import INF, LEVELS, apex_amp, backward_by, make, train_by  # noqa: F401  the fixture `amp`
 from torch import nn
-from training import ADAM, SGD, convnet, linear, same, weights
+from training import ADAM, convnet, linear, same, weights
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -122,42 +121,6 @@ def test_an_overflow_shows_in_the_scaler_and_in_the_stash_until_it_is_over(amp, 
         assert (model.weight.item() == before) is overflow
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("overflow", [False, True])
-def test_overflow_checked_by_the_script_after_its_own_reduction(amp, level, overflow):
-    """NVIDIA's BERT with allreduce_post_accumulation: its buffer in the scaler's place, then update_scale()."""
-    _amp_state = importlib.import_module("apex.amp._amp_state")._amp_state
-    model, optimizer = make(amp, level)
-    overflow_buf = torch.zeros(1, dtype=torch.int32)
-    steps = 0
-    for iteration in range(3):
-        for _ in range(2):
-            backward_by(amp, model, optimizer, delay_overflow_check=True)
-        loss_scale = _amp_state.loss_scalers[0].loss_scale()
-        master_grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in master_grads]).float() * loss_scale
-        if overflow and iteration == 1:
-            flat.fill_(INF)
-        overflow_buf.zero_()
-        overflow_buf.copy_((~torch.isfinite(flat)).any())
-        master_grads[0].copy_((flat / loss_scale).view_as(master_grads[0]))
-        scaler = _amp_state.loss_scalers[0]
-        scaler._overflow_buf = overflow_buf
-        had_overflow = scaler.update_scale()
-        if had_overflow == 0:
-            optimizer.step()
-            steps += 1
-        elif _amp_state.opt_properties.master_weights:
-            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
-                param.grad = None
-        for param in model.parameters():
-            param.grad = None
-    assert steps == (2 if overflow else 3)
-    assert model.weight.item() == 1.0 - steps * 0.25 * 0.25
-    assert scaler.loss_scale() == (2.0**15 if overflow else 2.0**16)
-    assert scaler._unskipped == (1 if overflow else 3)
-
-
 def test_already_patched_can_be_written(amp):
     model = linear([[1.0]])
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O2", verbosity=0)
@@ -168,34 +131,6 @@ def test_already_patched_can_be_written(amp):
         assert optimizer._amp_stash.already_patched is written
         optimizer.step()
         assert model.weight.item() == 1.0 - moved
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_scale_loss_is_looked_up_on_the_module_and_the_stash_is_probed(amp, level):
-    """pytorch-lr-finder and its test."""
-    model = linear([[1.0]])
-    optimizer = SGD(model.parameters())
-    assert not hasattr(optimizer, "_amp_stash")
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
-    assert hasattr(optimizer, "_amp_stash")
-    loss = model(torch.ones(1, 1)).sum() / 8
-    with mock.patch.object(amp, "scale_loss", wraps=amp.scale_loss) as spy, amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    spy.assert_called_once()
-    optimizer.step()
-    assert model.weight.item() < 1.0
-
-
-def test_a_lazy_init_of_the_scripts_own_is_called_when_asked_for(amp):
-    _model, optimizer = make(amp, "O2")
-    calls = []
-    optimizer._lazy_init_maybe_master_weights = lambda: calls.append(1)
-    optimizer._amp_lazy_init()
-    assert calls == []
-    optimizer._amp_stash.lazy_init_called = False
-    optimizer._amp_lazy_init()
-    optimizer._amp_lazy_init()
-    assert calls == [1] and optimizer._amp_stash.lazy_init_called is True
 
 
 def test_masters_written_by_the_script_are_published(amp):
@@ -283,12 +218,6 @@ def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, master
     assert amp.frontend.opt_levels[level].brief.startswith(level)
 
 
-def test_opt_properties_show_overrides(amp):
-    make(amp, "O2", keep_batchnorm_fp32="False", loss_scale="128.0")
-    properties = amp._amp_state.opt_properties
-    assert properties.keep_batchnorm_fp32 is False and properties.loss_scale == 128.0
-
-
 def test_enabled_may_be_written(amp):
     _model, optimizer = make(amp, "O2")
     amp._amp_state.opt_properties.enabled = False
@@ -312,18 +241,6 @@ def test_properties_follow_each_other_without_initialize(amp):
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = properties.nonsense
     assert copy.deepcopy(properties).options == properties.options
-
-
-def test_a_scale_written_before_a_delayed_step_leaves_its_gradients_their_own(amp):
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O1", loss_scale=128.0
-    )
-    with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
-    amp._amp_state.loss_scalers[0]._loss_scale = 1.0
-    optimizer.step()
-    assert model.weight.item() == 0.75
 
 
 def test_an_overflow_before_a_scale_was_written_is_not_charged_to_the_next_iteration(amp):

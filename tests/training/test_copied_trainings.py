@@ -126,17 +126,6 @@ def test_writes_into_weights_are_in_a_copy(copied: Any, options: dict[str, Any])
     assert model[0].weight.item() == masters_of(optimizer)[0].item() == 3.0
 
 
-@every_master
-def test_a_new_group_keeps_writes_into_masters(options: dict[str, Any]) -> None:
-    model = ones(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    model, optimizer = start_all(model, sgd(model[0].parameters()), **options)
-    for master in amp.master_params(optimizer):
-        master.data.fill_(3.0)
-    optimizer.add_param_group({"params": list(model[1].parameters())})
-    assert model(torch.ones(1, 1)).item() == 3.0
-    assert [master.item() for master in masters_of(optimizer)] == [3.0, 1.0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # initialize, once more
 
@@ -173,12 +162,3 @@ def test_a_level_without_masters_keeps_none_of_an_earlier_one() -> None:
     start_all(model, optimizer, opt_level="O3")
     gc.collect()
     assert master() is None and model.state_dict()["weight"].item() == model.weight.item() == 1.0
-
-
-def test_an_edit_of_masters_is_kept_where_the_next_level_has_none() -> None:
-    model = ones(nn.Linear(1, 1, bias=False))
-    model, optimizer = start_all(model, sgd(model.parameters()), opt_level="O2")
-    for master in amp.master_params(optimizer):
-        master.data.fill_(3.0)
-    start_all(model, optimizer, opt_level="O3")
-    assert model[0].weight.item() == 3.0

@@ -167,23 +167,6 @@ def test_an_exception_in_the_body_brings_the_earlier_gradient_back_to_the_bit(ki
     assert not optimizer._amp_stash.backward.aside
 
 
-@pytest.mark.parametrize("delay", [False, True])
-def test_a_parameter_that_backward_does_not_reach_keeps_its_earlier_gradient(delay):
-    models = [linear([[1.0]]), linear([[1.0]])]
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=1.0)
-    models, optimizer = amp.initialize(models, optimizer, opt_level="O1", num_losses=2, loss_scale=3.0, verbosity=0)
-    backward(sum(model(torch.full((1, 1), 0.1)).sum() for model in models), optimizer)
-    grad = models[1].weight.grad
-    before = grad.clone()
-    backward(models[0](torch.full((1, 1), 0.1)).sum(), optimizer, loss_id=1, delay_unscale=delay)
-    if delay:
-        assert models[1].weight.grad.item() == pytest.approx(3 * before.item())
-        backward(models[0](torch.full((1, 1), 0.1)).sum(), optimizer, loss_id=1)
-        torch.testing.assert_close(models[1].weight.grad, before)
-    else:
-        assert models[1].weight.grad is grad and torch.equal(grad, before)
-
-
 @pytest.mark.parametrize("accumulates", ["in one buffer", "apart"])
 def test_the_gradient_is_the_same_tensor_after_it_was_added_to(accumulates):
     """As in torch, the gradient stays the same tensor for code that holds it or has made it a view of a buffer."""

@@ -69,11 +69,6 @@ def iteration(training: Training, batch: str) -> None:
     training.optimizer.step()
 
 
-def on_stack(training: Training) -> None:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(amp.scale_loss(training.loss("first"), training.optimizer)).backward()
-
-
 def in_generator(training: Training) -> Iterator[Tensor]:
     with amp.scale_loss(training.loss("first"), training.optimizer) as scaled_loss:
         yield scaled_loss
@@ -107,22 +102,6 @@ def test_gradients_of_earlier_bodies_stay(level):
     for each in (training, alone):
         each.step()
     assert all(map(torch.equal, training.weights(), alone.weights()))
-
-
-@pytest.mark.parametrize("keeps", [True, False], ids=["traceback kept", "traceback freed"])
-@pytest.mark.parametrize("next_call", ["scale_loss", "step"])
-def test_a_body_on_an_exit_stack(keeps, next_call):
-    training, before = Training("O2"), surroundings()
-    errors = [terminated(EXIT, lambda: on_stack(training))]
-    if not keeps:
-        errors.clear()
-    if next_call == "step":
-        training.optimizer.step()
-    training.iteration("second")
-    assert surroundings() == before
-    terminated(contextlib.ExitStack.__exit__, lambda: on_stack(training))
-    gc.collect()
-    training.iteration("second")
 
 
 @pytest.mark.parametrize("way", ["generator", "stack", "by hand", "thread", "nested"])

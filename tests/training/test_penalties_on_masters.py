@@ -9,7 +9,6 @@ import torch
 from conftest import DEVICES
 from crossed import crossed
 from small_trainings import x
-from torch import nn
 from training import backward, linear
 
 from amp_patch import amp
@@ -153,25 +152,3 @@ def test_in_the_body_of_another_optimizer_gradients_are_read_and_stepped_as_befo
         optimizers[1].step()
     assert [param.tolist() for param in stepped(optimizers[1])] == [[[0.625, -1.75]]]
     assert [param.grad.tolist() for param in stepped(optimizers[0])] == [[[0.25, 0.5]]]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5, split and scaled"])
-def test_a_grad_scaler_unscales_it(level):
-    (model,), (optimizer,) = start(level)
-    scaler = amp.GradScaler(init_scale=64.0)
-    for _ in range(2):
-        scaler.scale(loss_of([model], stepped(optimizer))).backward()
-    scaler.unscale_(optimizer)
-    assert [param.grad.tolist() for param in stepped(optimizer)] == [[[1.5, -1.0]]]
-    scaler.step(optimizer)
-    assert [param.tolist() for param in stepped(optimizer)] == [[[0.625, -1.75]]]
-
-
-def test_a_penalty_with_a_backward_of_its_own_in_the_body_is_told():
-    (model,), (optimizer,) = start("O2")
-    with (
-        pytest.warns(UserWarning, match="a backward pass in the body went past the scaled loss"),
-        amp.scale_loss(loss_of([model], []), optimizer) as scaled,
-    ):
-        scaled.backward()
-        nn.utils.parameters_to_vector(stepped(optimizer)).square().sum().backward()

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from crossed import crossed
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from training import backward
 
 from amp_patch import amp
@@ -75,21 +73,6 @@ def test_adaptive_clipping_to_nothing_moves_no_weight(level):
     assert all(map(torch.equal, weights(model), before))
 
 
-@every_level
-def test_noise_added_to_the_gradients_is_in_the_step(level):
-    model, optimizer = start_integers(level)
-    before = weights(model)
-    backward_ones(model, optimizer)
-    grads = [param.grad.float().clone() for param in model.parameters()]
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.add_(torch.full_like(param.grad, 0.25))
-    optimizer.step()
-    for old, grad, new in zip(before, grads, weights(model), strict=True):
-        torch.testing.assert_close(new, old - 0.5 * (grad + 0.25), rtol=2**-7, atol=2**-7)
-        assert not torch.equal(new, old)
-
-
 @crossed({"when": ["before the step", "after the step"]}, every_level, meet=1)
 def test_statistics_of_the_gradients_equal_fp32(level, when):
     model, optimizer = start_integers(level)
@@ -132,23 +115,3 @@ def test_no_step_takes_the_gradients_of_the_last_one(level):
     backward_ones(model, optimizer)
     optimizer.step()
     assert all(map(torch.equal, weights(model), weights(plain)))
-
-
-def averaged(level: str) -> list[Tensor]:
-    model, optimizer = start_integers(level, dist.get_rank())
-    averager = PeriodicModelAverager(period=2, warmup_steps=0)
-    for _ in range(3):  # averaged after the first and the third
-        optimizer.zero_grad()
-        backward_ones(model, optimizer)
-        optimizer.step()
-        averager.average_parameters(model.parameters())
-    return weights(model)
-
-
-@every_level
-def test_torchs_averager_averages_after_the_step(ranks, level):
-    first, second = ranks(averaged, level)
-    assert all(map(torch.equal, first, second))
-    expected, _ = ranks(averaged, "O0")
-    for found, plain in zip(first, expected, strict=True):
-        torch.testing.assert_close(found, plain, rtol=2**-6, atol=2**-6)

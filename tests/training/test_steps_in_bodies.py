@@ -45,17 +45,6 @@ def test_a_step_inside_the_body_is_refused_where_gradients_are_not_ready(level, 
     assert not optimizer._amp_stash.step_skipped and model.weight.tolist() == [[0.75, 1.5]]
 
 
-def test_a_step_inside_the_body_is_refused_at_o3_where_the_loss_is_scaled():
-    model, optimizer = setup("O3", loss_scale=64.0)
-    with (
-        pytest.raises(RuntimeError, match="scaled and unchecked"),
-        amp.scale_loss(model(x(0.5, 0.5)).sum(), optimizer) as s,
-    ):
-        s.backward()
-        optimizer.step()
-    assert model.weight.tolist() == [[1.0, 2.0]] and model.weight.grad is None
-
-
 @pytest.mark.parametrize("level", EVERY)
 @pytest.mark.parametrize("whose", ["all", "first"])
 def test_optimizers_that_step_in_hooks_of_backward(level, whose):

@@ -87,18 +87,6 @@ def test_the_second_training_defers_gradients_and_steps_as_the_first(kind, way, 
     del earlier
 
 
-@needs_kernels
-@pytest.mark.parametrize("kind", ["O2", "O5", "split"])
-def test_a_group_that_an_earlier_optimizer_held_defers_too(kind, kernels):
-    model, earlier = first_of(kind, torch.optim.AdamW, "cpu", "alive")
-    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)
-    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **KINDS[kind])
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    seen, _ = seen_in(model, optimizer, kernels)
-    assert seen[0] == 2 * sum(param.numel() for param in model.parameters()) and seen[1] == 0
-    del earlier
-
-
 @crossed({"kind": list(KINDS), "again": ["first", "both"]})
 def test_the_first_optimizer_can_be_used_again(kind, again):
     def train(initialize):
