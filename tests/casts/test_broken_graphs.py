@@ -12,7 +12,7 @@ import torch._dynamo
 import torch._dynamo.symbolic_convert
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import ADAM, LEVELS, backward, same
+from training import ADAM, LEVELS, iterate, same
 
 import amp_patch
 from amp_patch import amp
@@ -54,11 +54,11 @@ def weights(level: str, compiled: bool) -> list[Tensor]:
         model, ADAM(model.parameters()), opt_level=level, cpu_half="emulate", verbosity=0, loss_scale=64.0
     )
     called = torch.compile(model, backend="aot_eager") if compiled else model
-    for step in range(3):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        backward(called(x).float().square().mean(), optimizer)
-        optimizer.step()
+
+    def loss_of(step: int) -> Tensor:
+        return called(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).float().square().mean()
+
+    iterate(optimizer, loss_of, range(3))
     amp.restore()
     return [value.clone() for value in model.state_dict().values()]
 

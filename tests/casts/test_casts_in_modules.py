@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-import threading
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from casting import (
     FULL,
     HALF,
     LOW,
-    OFF,
     cached,
     clean_fixture,  # noqa: F401  the fixture `_clean`
     installed_fixture,  # noqa: F401  the fixture `installed`
@@ -112,50 +107,6 @@ class Products(TorchDispatchMode):
         return result
 
 
-@needs_install
-@pytest.mark.parametrize("steps", [50, pytest.param(150, marks=pytest.mark.slow)])
-def test_threads_that_share_weights_under_stress(steps: int) -> None:
-    """Regions, casts and caches while other threads change weights, free them and collect garbage."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    x, shared, failures = torch.ones(2, 4), [torch.ones(4, 4)], []
-    barrier = threading.Barrier(5)
-
-    def work(dtype: torch.dtype) -> None:
-        barrier.wait()
-        for step in range(steps):
-            with regions.region(o1(dtype)), torch.set_grad_enabled(step % 3 > 0):
-                result = model(x)
-                frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-                shared[0] = frozen  # the one before dies in this thread
-                types = [result.dtype, (x @ frozen).dtype, torch.exp(result).dtype, F.linear(x, shared[0]).dtype]
-                if types != [dtype, dtype, FULL, dtype]:
-                    failures.append(types)
-                if step % 10 == 0:
-                    casts_state.drop_cache()
-            if model(x).dtype is not FULL or cached():
-                failures.append("casts outside")
-
-    def disturb() -> None:
-        barrier.wait()
-        for _ in range(steps * 2 // 5):
-            with torch.no_grad():
-                model[0].weight.mul_(1)
-            gc.collect()
-
-    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in (HALF, torch.bfloat16) * 2]
-    threads.append(threading.Thread(target=disturb))
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failures == []
-
-
 class Examples(torch.utils.data.Dataset):
     """Each example is what a worker process finds: the types of a product outside regions, inside one, and outside."""
 
@@ -185,27 +136,3 @@ def test_workers_of_a_data_loader(start: str) -> None:
         )
         assert list(loader) == [[within, inside, outside, within]] * 4
         assert cached() == 1
-
-
-@needs_install
-@pytest.mark.parametrize("cpu_half", ["native", "emulate"])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool, cpu_half: str) -> None:
-    """Backward runs outside of regions, as torch advises for autocast, and under other casts."""
-    x, seen = torch.ones(2, 4, requires_grad=True), []
-
-    def block(x: Tensor) -> Tensor:
-        seen.append((casts_state.current(), (x @ x.T).dtype))
-        return (x @ x.T).float()
-
-    inside, policies = o1(cpu_half=cpu_half), (o1(cpu_half=cpu_half), o1(torch.bfloat16), OFF, None)
-    for policy in policies:
-        with regions.region(inside), regions.region(policy):
-            out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
-        out.sum().backward()
-        with regions.region(inside), regions.region(policy):
-            out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
-        with regions.process_wide_region(o1(torch.bfloat16)):
-            out.sum().backward()
-        assert seen == [seen[0]] * 4, "twice forward and recomputation"
-        seen.clear()

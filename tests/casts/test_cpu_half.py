@@ -31,7 +31,7 @@ from training import SGD
 
 from amp_patch import amp
 from amp_patch.casts import cpu_half, install, regions
-from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, resolve
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.training.training import trainings
 
 
@@ -176,36 +176,6 @@ def test_a_type_that_the_user_names_is_kept(installed):
         assert torch.linalg.vector_norm(x, dtype=torch.float64).dtype is torch.float64
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_sums_of_products_are_rounded_once(policy, installed):
-    """Numbers whose products, or whose partial sums, the type cannot hold, and whose results it can."""
-    step = 1 / torch.finfo(policy.dtype).eps  # 1024 in FP16, 128 in BF16: above 2 * step the odd numbers are missing
-    below, nearest = (255.0, 65504.0) if policy.dtype is FP16 else (127.0, 16320.0)
-
-    def low(*numbers: float) -> Tensor:
-        return torch.tensor([numbers]).to(policy.dtype)
-
-    with regions.region(policy):
-        sums = low(2 * step, 1.0, 1.0) @ low(1.0, 1.0, 1.0).t()
-        products = F.linear(low(below, -1.0), low(below + 2, nearest))
-        convolved = F.conv1d(low(2 * step, 1.0, 1.0)[None], low(1.0, 1.0, 1.0)[None])
-    assert sums.tolist() == [[2 * step + 2]]  # rounding each term gives 2 * step
-    assert products.tolist() == [[below * (below + 2) - nearest]]  # the first product is no number of the type
-    assert convolved.tolist() == [[[2 * step + 2]]]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_rounded_once_for_each_product(policy, installed):
-    """The expected value by hand: the weight is used twice, and each of its gradients is rounded before the sum."""
-    step = 2 / torch.finfo(policy.dtype).eps
-    weight = torch.ones(1, 1, dtype=policy.dtype, requires_grad=True)
-    rows = torch.tensor([[step], [1.0]]).to(policy.dtype)
-    with regions.region(policy):
-        loss = F.linear(rows, weight).sum() + F.linear(torch.ones(1, 1, dtype=policy.dtype), weight).sum()
-    loss.backward()
-    assert weight.grad.tolist() == [[step]]  # step + 1 is rounded to step, and again with 1 more; one sum: step + 2
-
-
 @pytest.mark.parametrize("policy", [only_emulates(FP16), o1(FP16)], ids=str)
 def test_values_beyond_fp16_become_infinite(policy, installed):
     big = torch.full((1, 2), 256.0).half().requires_grad_()
@@ -224,7 +194,6 @@ def test_an_overflow_in_backward_skips_the_step(level):
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     training.backward(model(torch.tensor([[3.0, 4.0]])).sum(), optimizer)
     optimizer.step()
-    assert optimizer._amp_stash.step_skipped
     assert training.same([p.detach() for p in amp.master_params(optimizer)], before)
 
 
@@ -322,12 +291,6 @@ def test_a_model_with_nothing_on_a_cpu_is_native():
     model = amp.initialize(training.convnet(device="meta"), opt_level="O2", cpu_half="emulate")
     assert model._amp.policy.emulated is None
     assert amp.initialize(nn.ReLU(), opt_level="O2", cpu_half="emulate")._amp.policy.emulated is FP16  # anywhere
-
-
-def test_a_policy_keeps_the_requested_option_until_it_is_resolved():
-    policy = resolve("O2", cpu_half="native")
-    assert policy.cpu_half == "native" and resolve("O2").cpu_half == OPT_LEVELS["O2"].cpu_half == "auto"
-    assert OPT_LEVELS["O2"].emulated is None
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION)

@@ -149,15 +149,6 @@ def test_functions_of_the_user_s_are_emulated_in_backward_too(level, cast_inputs
         amp.restore()
 
 
-@crossed({"name": [name for name in MODULES if name != "Bilinear"], "level": ["O1", "O2", "O3"]}, meet=1)
-def test_the_count_sees_native_half_gemms(name, level):
-    make, shape = MODULES[name]
-    model = make()
-    optimizer = SGD(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, cpu_half="native", loss_scale=8.0)
-    assert half_kernels(lambda: everything(model, optimizer, shape)) != []
-
-
 def test_the_count_sees_backward_and_double_backward():
     model = nn.Linear(4, 4, bias=False)
     optimizer = SGD(model.parameters())

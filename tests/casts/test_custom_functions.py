@@ -38,22 +38,6 @@ class Product(torch.autograd.Function):
         return left.to(a.dtype), right.to(b.dtype)
 
 
-class Cast(torch.autograd.Function):
-    @staticmethod
-    @amp.custom_fwd(cast_inputs=torch.float32)
-    def forward(ctx, a, b):
-        Product.seen += [a.dtype, b.dtype, (a @ b).dtype]
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    @amp.custom_bwd
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        Product.seen.append((grad @ b.T).dtype)
-        return grad @ b.T, a.T @ grad
-
-
 class Separate(torch.autograd.Function):
     """The form with setup_context."""
 
@@ -115,41 +99,6 @@ def test_backward_runs_under_the_casts_of_its_forward(device, kind, dtype, seen)
     assert torch.equal(a.grad, torch.full_like(a, 2)) and torch.equal(b.grad, torch.full_like(b, 1))
 
 
-@pytest.mark.parametrize("kind", REGIONS)
-def test_backward_of_a_plain_forward_is_plain_whatever_acts_then(kind, seen):
-    a, b = leaves()
-    out = Product.apply(a, b)
-    with REGIONS[kind]("cpu", torch.bfloat16):
-        out.sum().backward()
-        assert (a @ b).dtype is torch.bfloat16  # what was put aside is back
-    assert seen == [torch.float32]
-
-
-def test_the_dtype_is_the_forward_s_too(seen):
-    a, b = leaves()
-    with amp.autocast("cpu", torch.bfloat16):
-        out = Product.apply(a, b)
-    with amp.autocast("cpu", torch.float16):
-        out.float().sum().backward()
-    assert seen == [torch.bfloat16]
-
-
-@pytest.mark.parametrize("kind", REGIONS)
-def test_cast_inputs_casts_and_turns_the_casts_off_for_both(kind, seen):
-    a, b = (t.detach().bfloat16().requires_grad_() for t in leaves())
-    with REGIONS[kind]("cpu", torch.bfloat16):
-        out = Cast.apply(a, b)
-        assert out.dtype is torch.float32
-        out.sum().backward()
-    assert seen == [torch.float32] * 4
-    assert a.grad.dtype is torch.bfloat16
-
-
-def test_cast_inputs_does_nothing_without_casts(seen):
-    a, b = (t.detach().bfloat16().requires_grad_() for t in leaves())
-    assert Cast.apply(a, b).dtype is torch.bfloat16
-
-
 def test_double_and_integer_arguments_are_left_alone():
     class Mixed(torch.autograd.Function):
         @staticmethod
@@ -168,30 +117,6 @@ def test_with_setup_context(seen):
         out = Separate.apply(a)
     out.float().sum().backward()
     assert seen == [torch.bfloat16] and a.grad is not None
-
-
-def test_on_another_thread(seen):
-    a, b = leaves()
-    with amp.autocast("cpu", torch.bfloat16):
-        out = Product.apply(a, b).float().sum()
-        thread = threading.Thread(target=out.backward)
-        thread.start()
-        thread.join()
-    assert seen == [torch.bfloat16]
-
-
-def test_in_a_training_at_O1(seen):
-    class Net(nn.Linear):
-        def forward(self, x):
-            return Product.apply(x, self.weight)
-
-    model = Net(2, 2)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4")
-    loss = model(torch.ones(2, 2)).sum()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    assert seen == [torch.bfloat16]
-    amp.restore()
 
 
 def test_the_casts_of_the_caller_come_back_after_an_error():

@@ -92,21 +92,6 @@ def test_one_object_nested_and_in_threads() -> None:
         assert casts_state.current() is shared.policy
 
 
-def test_regions_that_end_out_of_order() -> None:
-    first, second = o1(HALF), o1(torch.bfloat16)
-
-    def generator() -> Iterator[None]:
-        with regions.region(first):
-            yield
-
-    suspended = generator()
-    next(suspended)
-    with regions.region(second):
-        suspended.close()
-        assert casts_state.current() is second
-    assert casts_state.current() is None
-
-
 def suspended_in(block: regions.region) -> Iterator[None]:
     """A generator that is suspended in `block`, and started."""
 
@@ -240,22 +225,11 @@ def test_autocast_arguments() -> None:
     assert casts_autocast.autocast("cpu", HALF, True, False).policy.dtype is HALF
     with pytest.raises(ValueError, match="autocast: device_type is 'gpu'"):
         casts_autocast.autocast("gpu")
-    with pytest.raises(TypeError, match="autocast: device_type is 3"):
-        casts_autocast.autocast(3)  # type: ignore[arg-type]
+    for wrong in (3, True):
+        with pytest.raises(TypeError, match=f"autocast: device_type is {wrong}"):
+            casts_autocast.autocast(wrong)  # type: ignore[arg-type]
+    with casts_autocast.autocast(enabled=False):
+        assert not install.installed()
     for wrong in (FULL, torch.int8, "half"):
         with pytest.raises(ValueError, match=r"autocast: dtype is .*; wanted torch.float16 or torch.bfloat16"):
             casts_autocast.autocast(dtype=wrong)  # type: ignore[arg-type]
-
-
-def test_autocast_installs_and_nests() -> None:
-    a = torch.ones(2, 2)
-    with casts_autocast.autocast(enabled=False):
-        assert not install.installed()
-    with casts_autocast.autocast(dtype=HALF):
-        assert install.installed() and (a @ a).dtype is HALF
-        with casts_autocast.autocast(enabled=False):
-            assert (a @ a).dtype is FULL
-            with casts_autocast.autocast(dtype=torch.bfloat16):
-                assert (a @ a).dtype is torch.bfloat16
-        assert (a @ a).dtype is HALF
-    assert (a @ a).dtype is FULL

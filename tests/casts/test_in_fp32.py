@@ -11,6 +11,7 @@ from conftest import DEVICES
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import normalize
+from training import iterate
 
 from amp_patch import amp
 from amp_patch.casts import install
@@ -24,15 +25,7 @@ def steps(model: nn.Module, level: str, inputs: Tensor, targets: Tensor, loss: A
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, allow_banned=True, verbosity=0
     )
-    losses = []
-    for _ in range(count):
-        value = loss(model(inputs), targets)
-        optimizer.zero_grad()
-        with amp.scale_loss(value, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
+    return iterate(optimizer, lambda _: loss(model(inputs), targets), range(count))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -206,14 +206,6 @@ def test_errors_are_torchs_own(level, installed):
             torch.mm(low(2, 5, 32), low(32, 7))
 
 
-def test_products_at_other_levels_are_not_low_bit(installed):
-    for level in ("O1", "O4"):
-        with regions.region(OPT_LEVELS[level]), Products() as products:
-            F.linear(low(5, 32), low(7, 32))
-            low(5, 32) @ low(32, 7)
-        assert not products.seen
-
-
 def test_gradients_are_told_apart_and_only_a_weights_is_spread(installed):
     x, weight = low(5, 32).requires_grad_(), low(7, 32, seed=1).requires_grad_()
     with regions.region(policy_of("O6", "nvfp4")), Products() as products:

@@ -120,8 +120,7 @@ class Attention(nn.Module):
 
 
 @torch.no_grad()  # a CPU has no backward of it
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("how", HOW)
+@crossed({"how": list(HOW), "backend": [None, "aot_eager"]}, meet=1)
 def test_flex_attention_is_in_the_low_type(how: str, backend: str | None) -> None:
     causal = how != "autocast"
     model, x = Attention(causal), uniform(2, 16, 16, seed=1)

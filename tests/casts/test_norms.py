@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch._dynamo
 from conftest import DEVICES, DTYPES
+from crossed import crossed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training import backward, check
+from training import backward, check, iterate
 
 from amp_patch import amp
 from amp_patch.casts import install, regions
-from amp_patch.policy import OPT_LEVELS, resolve
+from amp_patch.policy import resolve
 
 pytestmark = pytest.mark.usefixtures("clean_casts")
 
@@ -243,16 +244,13 @@ def started(level: str, **options: Any) -> tuple[Layers, Any]:
     return model, optimizer
 
 
-def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> list[Tensor]:
+def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> list[Any]:
     """The losses, then the weights."""
-    losses = []
-    for step in range(steps):
-        x = torch.randn(ROWS, CHANNELS, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        losses.append(model(x).float().square().mean())
-        backward(losses[-1], optimizer)
-        optimizer.step()
-    return [loss.detach() for loss in losses] + [param.detach().clone() for param in model.parameters()]
+
+    def loss_of(step: int) -> Tensor:
+        return model(torch.randn(ROWS, CHANNELS, generator=torch.Generator().manual_seed(step))).float().square().mean()
+
+    return [*iterate(optimizer, loss_of, range(steps)), *(param.detach().clone() for param in model.parameters())]
 
 
 class ByHand(Layers):
@@ -330,8 +328,7 @@ def test_saved_bytes_equal_the_low_precision_input(level: str, device: str, cpu_
 
 @pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@either_level
+@crossed({"level": list(LEVELS), "backend": ["eager", "aot_eager"]}, meet=1)
 def test_compiled_code_does_the_same_in_one_graph_for_each_policy(level: str, backend: str) -> None:
     models = [started(level, low_precision_norms=option)[0] for option in (True, False)]
     x = torch.randn(ROWS, CHANNELS, generator=torch.Generator().manual_seed(0))
@@ -411,18 +408,6 @@ def test_it_is_refused_where_it_means_nothing(why: str, options: dict[str, Any])
         amp.initialize(model, low_precision_norms=True, verbosity=0, **options)
     assert type(model) is Layers
     amp.initialize(model, low_precision_norms=False, verbosity=0, **options)
-
-
-@pytest.mark.parametrize(("given", "taken"), [("True", True), ("False", False), (None, False)])
-def test_it_may_be_a_word(given: Any, taken: bool) -> None:
-    assert resolve("O4", low_precision_norms=given).low_precision_norms is taken
-    assert not any(policy.low_precision_norms for policy in OPT_LEVELS.values())
-
-
-def test_it_may_be_nothing_else() -> None:
-    message = "initialize: low_precision_norms is 'input'; wanted True, False, None or one of these words as a string"
-    with pytest.raises(TypeError, match=re.escape(message) + "$"):
-        amp.initialize(Layers(), low_precision_norms="input")
 
 
 def test_a_level_from_the_environment_drops_it_where_it_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

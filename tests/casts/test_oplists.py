@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 from casting import half_kernels
 from conftest import DEVICES, DTYPES, WRAPPERS, original
 from cpu_half_cases import POLICIES
-from op_calls import OPTIONAL, SAMPLES, call, flat, mask, resolve, result_types, sample, vectors
+from op_calls import OPTIONAL, SAMPLES, call, flat, resolve, result_types, sample
 from torch import Tensor, nn
 
-from amp_patch.casts import cpu_half, install, regions
+from amp_patch import multi_tensor
+from amp_patch.casts import cpu_half, functions, install, regions
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.oplists import OPLISTS
+from amp_patch.casts.oplists import OPLISTS, rules_by_name
 from amp_patch.casts.rules import RULES
 from amp_patch.policy import Policy
 
@@ -69,39 +71,46 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
     addresses = {f"{owner}.{name}" for owner, _, name in ALL}
     assert addresses >= OPTIONAL
     assert not {key for key in SAMPLES if key not in names and key not in addresses}, "samples of nothing"
-    tested = {
-        "lower",
-        "product",
-        "sparse",
-        "einsum",
-        "fused",
-        "fused_input",
-        "rnn",
-        "fp32",
-        "norm",
-        "sigmoid",
-        "direction",
-        "inexact",
-        "widest",
-        "match_self",
-        "banned",
-        "scripted",
-        "rnn_input",
-        "disabled",
-    }
-    assert {rule for _, rule, _ in ALL} == tested
+
+
+FULL, DOUBLE = torch.float32, torch.float64
+LOWERS, RAISES = ("lower", "product", "einsum", "rnn"), ("fp32", "norm", "direction", "inexact")
+
+
+def gives(rule: str, low: torch.dtype) -> list[tuple[list[torch.dtype], torch.dtype]]:
+    """Return (types of the floating arguments in turn, type of the result) of a rule under casts to `low`."""
+    other = next(each for each in LOW if each is not low)
+    if rule in LOWERS:
+        return [([FULL], low), ([other], low), ([low, FULL], low), ([DOUBLE], DOUBLE)]
+    if rule in RAISES:
+        return [([low], FULL), ([FULL], FULL), ([low, FULL], FULL)]
+    if rule == "match_self":
+        return [([low, FULL], low), ([FULL, low], FULL)]
+    return [([low, FULL], FULL), ([FULL, low], FULL), ([low, other], FULL), ([DOUBLE], DOUBLE)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("lower", "product", "einsum", "rnn"))
-def test_lower(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
-    other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [case for case in walk(*LOWERS, *RAISES, "widest", "match_self") if case.values[0] != "torch.ops.torch_attn"],
+)
+def test_a_function_gives_the_type_of_its_rule(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
+    rule = next(rule for of, rule, named in ALL if (of, named) == (owner, name))
+    if device != "cpu" and name in ("saddmm", "smm", "sspaddmm"):
+        pytest.skip("torch has no kernel, in FP32 either")
     with region(dtype):
-        for given in ([torch.float32], [other], [dtype, torch.float32]):
-            assert result_types(call(owner, name, given, device)) == {dtype}
-        assert result_types(call(owner, name, [torch.float64], device)) == {torch.float64}
-    assert result_types(call(owner, name, [torch.float32], device)) == {torch.float32}  # casts off
+        for given, result in gives(rule, dtype):
+            expected = set() if name in NOT_FLOATING else {result}
+            assert result_types(call(owner, name, given, device)) == expected, given
+    if rule in LOWERS:
+        assert result_types(call(owner, name, [FULL], device)) == {FULL}  # casts off
+    if rule == "match_self":
+        with pytest.raises((RuntimeError, IndexError)):
+            call(owner, name, [dtype, FULL], device)  # what torch says by itself
+    if rule in RAISES:
+        with suppress(RuntimeError, ValueError):  # no half kernel: listed with reason
+            assert result_types(call(owner, name, [dtype], device)) != {FULL}, "FP32 without our help: nothing to list"
 
 
 # (tests/casts/test_newer_functions.py calls the other functions of these rules.)
@@ -119,28 +128,6 @@ def test_fused(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("fp32", "norm", "direction", "inexact"))
-def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
-    if device != "cpu" and name in ("saddmm", "smm", "sspaddmm"):
-        with (
-            region(dtype),
-            pytest.raises(RuntimeError, match="NYI: CUDA sspaddmm"),
-        ):  # torch has no kernel, in FP32 either
-            call(owner, name, [dtype], device)
-        return
-    with region(dtype):
-        for given in ([dtype], [torch.float32], [dtype, torch.float32]):
-            expected = set() if name in NOT_FLOATING else {torch.float32}
-            assert result_types(call(owner, name, given, device)) == expected
-    try:
-        unaided = result_types(call(owner, name, [dtype], device))
-    except (RuntimeError, ValueError):
-        return  # no half kernel: listed with reason
-    assert unaided != {torch.float32}, "FP32 without our help: nothing to list"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(("owner", "name"), walk("sigmoid"))
 def test_sigmoid_gives_fp32_where_a_cross_entropy_may_follow(
     owner: str, name: str, dtype: torch.dtype, device: str
@@ -150,19 +137,6 @@ def test_sigmoid_gives_fp32_where_a_cross_entropy_may_follow(
             assert result_types(call(owner, name, [dtype], device)) == {expected}
             assert result_types(call(owner, name, [torch.float32], device)) == {torch.float32}
     assert result_types(call(owner, name, [dtype], device)) == {dtype}  # casts off
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("widest"))
-def test_widest(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
-    expected = set() if name in NOT_FLOATING else {torch.float32}
-    other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
-    with region(dtype):
-        for given in ([dtype, torch.float32], [torch.float32, dtype], [dtype, other]):
-            assert result_types(call(owner, name, given, device)) == expected
-        doubled = set() if name in NOT_FLOATING else {torch.float64}
-        assert result_types(call(owner, name, [torch.float64], device)) == doubled
 
 
 def widened(value: Any) -> Any:
@@ -196,17 +170,6 @@ def test_products_are_emulated(owner: str, name: str, policy: Policy) -> None:
         torch.testing.assert_close(
             one.float(), other.float(), atol=8 * torch.finfo(low).eps, rtol=8 * torch.finfo(low).eps
         )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), [case for case in walk("match_self") if case.values[0] == "torch.Tensor"])
-def test_match_self(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
-    with region(dtype):
-        assert result_types(call(owner, name, [dtype, torch.float32], device)) == {dtype}
-        assert result_types(call(owner, name, [torch.float32, dtype], device)) == {torch.float32}
-    with pytest.raises((RuntimeError, IndexError)):
-        call(owner, name, [dtype, torch.float32], device)  # what torch says by itself
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -252,27 +215,28 @@ def test_disabled() -> None:
         assert not torch.backends.mha.get_fastpath_enabled()
 
 
-# Functions that promote mixed types without help, and so are not listed. If a torch changes this, the test fails.
-PROMOTE = {
-    "add": vectors,
-    "mul": vectors,
-    "div": vectors,
-    "sub": vectors,
-    "maximum": vectors,
-    "cat": lambda t: ([t(3), t(3)],),
-    "stack": lambda t: ([t(3), t(3)],),
-    "where": lambda t: (mask(), t(3), t(3)),
-    "outer": vectors,
-    "kron": vectors,
-    "hypot": vectors,
-    "clamp": lambda t: (t(3), t(3)),
-}
+# ---------------------------------------------------------------------------------------------------------------------
+# The table of rules
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", PROMOTE)
-def test_functions_that_promote_are_not_listed(name: str, dtype: torch.dtype) -> None:
-    assert not any(name in names for names in OPLISTS["torch"].values())
-    given = iter((dtype, torch.float32))
-    args = PROMOTE[name](lambda *shape: torch.ones(shape, dtype=next(given)))
-    assert getattr(torch, name)(*args).dtype is torch.float32
+def test_every_rule_is_used_by_the_lists_or_by_users() -> None:
+    listed = {rule for lists in ("torch", "apex") for rule in rules_by_name(lists).values()}
+    for name, rule in RULES.items():
+        assert rule.name == name
+        assert (name in listed) is not (rule.for_users or name == "none"), "a rule is of the lists or of users"
+    assert listed <= set(RULES)
+
+
+def test_a_rule_that_users_register_names_its_amp_patch_function() -> None:
+    assert {rule.name for rule in RULES.values() if rule.for_users} <= {
+        rule.name for rule in RULES.values() if rule.registered_by
+    }
+    for rule in RULES.values():
+        assert not rule.registered_by or callable(getattr(functions, rule.registered_by))
+
+
+@pytest.mark.skipif(multi_tensor.extension() is None, reason="there is no extension")
+def test_the_extension_has_the_rules_that_the_table_says() -> None:
+    in_cpp = {name for name, rule in RULES.items() if rule.in_cpp}
+    assert multi_tensor.extension().casts.rules == in_cpp
+    assert not any(RULES[name].for_users for name in in_cpp), "what users hand in is left to Python"

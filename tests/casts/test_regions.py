@@ -161,18 +161,6 @@ def test_torch_s_autocast_may_outlive_a_region() -> None:
 # The words of torch.amp
 
 
-def test_the_forms_of_a_call() -> None:
-    for region in (
-        amp.autocast("cpu", HALF),
-        amp.autocast("cpu", HALF, True, False),
-        amp.autocast(device_type="cpu", dtype=HALF, enabled=True, cache_enabled=None),
-    ):
-        with torch.autocast("cpu", BF16), region:
-            assert product() is HALF
-    with pytest.raises(TypeError, match="autocast: device_type is True"):
-        amp.autocast(True, HALF)  # type: ignore[arg-type]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 def test_cuda_by_name_casts_nothing_without_a_gpu() -> None:
     """As in torch, where a script's GradScaler is off then too."""

@@ -14,7 +14,7 @@ from crossed import crossed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from training import ADAM, backward, same
+from training import ADAM, iterate, same
 
 from amp_patch import amp
 from amp_patch.casts import install, regions
@@ -140,11 +140,11 @@ def test_a_model_with_a_compiled_part_trains_as_with_the_part_itself(wrappers, c
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), compiled(Nested()), nn.Linear(4, 4))
         net, optimizer = amp.initialize(net, ADAM(net.parameters()), opt_level=level, cpu_half="native", verbosity=0)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-            backward(net(x).float().square().mean(), optimizer)
-            optimizer.step()
+
+        def loss_of(step: int) -> Tensor:
+            return net(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).float().square().mean()
+
+        iterate(optimizer, loss_of, range(STEPS))
         return [param.detach().clone() for param in net.parameters()]
 
     assert same(trained(compiled), trained(lambda part: part))

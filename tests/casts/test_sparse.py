@@ -10,6 +10,7 @@ import torch
 from conftest import DEVICES
 from crossed import crossed
 from torch import Tensor, nn
+from training import iterate
 
 from amp_patch import amp
 from amp_patch.casts import install, regions
@@ -84,11 +85,10 @@ def test_a_graph_network_trains_at_every_level_as_with_a_dense_adjacency(level: 
         net = GCN(PRODUCTS[product] if a.is_sparse else torch.matmul)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-        for _ in range(4):
-            loss = nn.functional.cross_entropy(net(torch.rand(5, 4), a).float(), torch.tensor([0, 1, 2, 0, 1]))
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        targets = torch.tensor([0, 1, 2, 0, 1])
+
+        def loss_of(_: int, net: nn.Module = net, a: Tensor = a, targets: Tensor = targets) -> Tensor:
+            return nn.functional.cross_entropy(net(torch.rand(5, 4), a).float(), targets)
+
+        losses += iterate(optimizer, loss_of, range(4))
     assert losses[:4] == pytest.approx(losses[4:], rel=2e-2), "BF16 has 8 bits; the two are rounded at other places"

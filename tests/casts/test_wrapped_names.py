@@ -6,11 +6,7 @@ import copy
 import gc
 import importlib
 import inspect
-import os
 import pickle
-import subprocess
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -122,17 +118,6 @@ def test_wrapped_builtins_do_not_bind_as_methods() -> None:
         assert x.exp().dtype is FULL and torch.Tensor.exp(x).dtype is FULL
 
 
-def test_binding_is_the_originals(installed: None) -> None:
-    class Module:
-        def half(self) -> Tensor:
-            return torch.ones(2, dtype=HALF)
-
-    module = Module()
-    module.half = types.MethodType(torch.Tensor.exp, torch.ones(2, dtype=HALF))  # type: ignore[method-assign]
-    with regions.region(o1()):
-        assert module.half().dtype is FULL
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -161,15 +146,6 @@ def test_copies_and_pickles(path: str) -> None:
     assert pickle.loads(data) is found or pickle.loads(data) == found
 
 
-@needs_install
-def test_module_holding_a_wrapper_is_picklable_after_uninstall() -> None:
-    module = nn.Linear(2, 2)
-    module.act = torch.exp
-    install.uninstall()
-    assert pickle.loads(pickle.dumps(module)).act is torch.exp
-    assert copy.deepcopy(module).act(torch.zeros(1)).item() == 1.0
-
-
 def test_backends_are_named_and_checked(wrappers: str) -> None:
     assert cast_wrappers.backend() == wrappers
     with pytest.raises(ValueError, match="use_backend: 'torch' is none of cpp, python"), install.use_backend("torch"):
@@ -184,41 +160,6 @@ def test_backends_are_named_and_checked(wrappers: str) -> None:
         install.install()
         assert type(torch.exp) is cast_wrappers.CastFunction
     assert cast_wrappers.backend() == wrappers and not install.installed() and casts_state.current() is policy
-
-
-COMPILED = """
-import torch, torch.nn.functional as F
-from torch import nn
-from amp_patch.casts import install, regions
-from amp_patch.policy import Policy
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4), nn.LayerNorm(4))
-
-    def forward(self, x):
-        x = self.layers(x)
-        return F.softmax(x, dim=-1) + torch.exp(x) + x.exp() + (x @ x.T).sum()
-
-torch.manual_seed(0)
-model, x = Model(), torch.randn(4, 2, 4, 4)
-with install.use_backend(BACKEND):
-    install.install()
-    compiled = torch.compile(model, backend="eager")
-    for dtype in (torch.float16, torch.bfloat16) * 2:
-        with regions.region(Policy("O1", dtype=dtype, patch_torch_functions=True)):
-            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
-        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["installed first", "compiler first"])
-def test_compiled_models_give_the_same_numbers(first: str, wrappers: str) -> None:
-    """In a new process, because the compiler stores functions of torch's namespace when it is imported."""
-    code = f"{first}\nBACKEND = {wrappers!r}\n{COMPILED}"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
 
 
 def test_torch_jit_forgets_a_wrapper_that_is_gone() -> None:
