@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import warnings
 
 import pytest
 import torch
@@ -144,10 +143,8 @@ def test_the_usual_forms_of_tables_are_recognized(table, inputs, level):
 )
 def test_other_tables_and_small_positions_are_not_named(table, inputs):
     amp.initialize(Timed(table), opt_level="O5")(*inputs)
-
-
-def test_fp16_holds_the_frequencies_of_a_diffusion_well_enough():
-    amp.initialize(Timed(torch.exp(-math.log(1e4) * torch.arange(128) / 128)), opt_level="O2")(*TIMES)
+    frequencies = torch.exp(-math.log(1e4) * torch.arange(128) / 128)  # which FP16 holds well enough for these times
+    amp.initialize(Timed(frequencies), opt_level="O2")(*TIMES)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
@@ -172,31 +169,6 @@ def test_angles_are_exact_with_keep_fp32(level, keep, device):
     kept = torch.float32 if keep == ["rotary"] else CAST[level]
     assert model.rotary.q.weight.dtype is kept and model.embed.weight.dtype is CAST[level]
     assert model.head.weight.dtype is (torch.float32 if "head" in keep else CAST[level])
-
-
-def test_all_buffers_stay_fp32_and_the_model_trains():
-    class Averaged(Rotary):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(8))
-
-        def forward(self, x):
-            self.mean.mul_(0.999).add_(0.001 * x.detach().float().mean((0, 1)))
-            return super().forward(x - self.mean)
-
-    torch.manual_seed(0)
-    exact = nn.Sequential(nn.Embedding(9, 8), Averaged())
-    model, optimizer = made(copy.deepcopy(exact), "O5", keep_fp32="buffers")
-    plain = SGD(exact.parameters())
-    for _ in range(8):
-        step(model, optimizer)
-        plain.zero_grad()
-        exact(ids()).square().mean().backward()
-        plain.step()
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
-    torch.testing.assert_close(model[1].mean, exact[1].mean, rtol=0.05, atol=1e-5)
-    for master, weight in zip(amp.master_params(optimizer), exact.parameters(), strict=True):
-        torch.testing.assert_close(master, weight, rtol=0.05, atol=0.01)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -273,27 +245,6 @@ def test_other_names_are_refused_as_before(name, near):
     said = f"keep_fp32 names '{name}', which matches no module of the given models{near}"
     with pytest.raises(ValueError, match=said):
         amp.initialize(Net(), opt_level="O5", keep_fp32=name)
-
-
-def test_the_environment_keeps_them_without_an_edit(monkeypatch):
-    monkeypatch.setenv("AMP_PATCH_KEEP_FP32", "buffers")
-    model, optimizer = made(Net(), "O5")
-    assert model.rotary.frequencies.dtype is torch.float32
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(model, optimizer)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_with_exact_tables_runs():
-    class Cast(Rotary):
-        def forward(self, x):
-            angles = torch.arange(x.shape[1], device=x.device)[:, None] * self.frequencies
-            return self.q(x) * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
-
-    model, _ = made(Cast(), "O5", keep_fp32="buffers")
-    x = torch.randn(1, 6, 8)
-    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
 
 
 @pytest.mark.program

@@ -134,11 +134,6 @@ def test_parametrizations_and_scripted_modules_with_tables_work():
     assert torch.equal(model[1].table, FREQUENCIES) and model(torch.ones(3, 4)).dtype is torch.float32
 
 
-def test_explain_says_why_a_table_stays_fp32():
-    model, _ = cast_model()
-    assert amp.explain(model, torch.ones(3, 4)).kept == {"rotary": "buffers alone"}
-
-
 def test_a_model_that_is_all_buffers_is_cast_and_restored():
     model = amp.initialize(Rotary(), opt_level="O5")
     assert model.frequencies.dtype is torch.bfloat16
@@ -210,15 +205,6 @@ def test_a_loaded_value_is_kept_exactly(values):
     model.load_state_dict({**model.state_dict(), "0.table": torch.full((4,), 0.5)})
     amp.restore()
     assert model[0].table.tolist() == [0.5] * 4
-
-
-def test_a_checkpoint_of_a_cast_model_resumes_with_the_exact_buffers():
-    model, _ = cast_model("O2")
-    plain = Model()
-    with torch.no_grad():
-        plain.table.table.zero_()
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(plain.table.table, FREQUENCIES)
 
 
 def test_a_buffer_that_two_modules_share_stays_shared():

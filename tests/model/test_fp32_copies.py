@@ -179,12 +179,3 @@ def test_an_fp32_copy_can_be_trained_again():
         assert [type(m) for m in amp.fp32_copy(model).body] == [type(m) for m in convnet().body]
     amp.restore()
     assert type(plain) is training.ConvNet and type(plain.body) is nn.Sequential
-
-
-def test_fp32_copy_takes_a_part_or_a_wrapper_of_a_model():
-    model = amp.initialize(convnet(), opt_level="O2")
-    for part in (model.body, nn.ModuleDict({"net": model})):
-        plain = amp.fp32_copy(part)
-        assert {p.dtype for p in plain.parameters()} == {torch.float32}
-        assert not any("_amp" in vars(m) for m in plain.modules())
-    assert "_amp" in vars(model)

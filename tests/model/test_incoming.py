@@ -122,26 +122,6 @@ def test_muon_keeps_the_momentum_of_bf16_weights(options):
 
 
 @every_half
-def test_lbfgs_comes_to_the_bits_of_fp32(half):
-    pairs = []
-    for model in (net(half), net(half).float()):
-        model.frozen.float()
-        optimizer = torch.optim.LBFGS(trained(model), lr=0.1, max_iter=3)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-
-        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, 0)
-            backward(loss, optimizer)
-            return loss
-
-        pairs.append(([optimizer.step(closure).item() for _ in range(10)], model, optimizer))
-    (losses, model, optimizer), (others, wide, other) = pairs
-    assert losses == others and losses[-1] < losses[0]
-    assert same(model.parameters(), wide.parameters()) and same(states(optimizer), states(other))
-
-
-@every_half
 def test_at_o3_it_is_cast_and_nothing_is_kept(half):
     models = [net(half), net(half).float()]
     pairs = [amp.initialize(m, SGD(trained(m)), opt_level="O3", verbosity=0) for m in models]

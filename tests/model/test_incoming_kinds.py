@@ -88,16 +88,6 @@ def test_a_thawed_weight_is_refused_where_trained_ones_are_fp32(level):
     iterate_low(model, optimizer, 2)
 
 
-def test_a_thawed_weight_of_a_new_group_gets_its_master():
-    model = net(torch.bfloat16)
-    optimizer = SGD(trained(model))
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    model.frozen.requires_grad_(True)
-    optimizer.add_param_group({"params": model.frozen.parameters()})
-    assert master_of(model.frozen.weight) is not None
-    iterate_low(model, optimizer, 2)
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("cleared", [False, True])
 def test_an_unfrozen_weight_appended_to_a_group_gets_a_master(level, cleared):
@@ -112,17 +102,6 @@ def test_an_unfrozen_weight_appended_to_a_group_gets_a_master(level, cleared):
     backward(loss_of(model, 0), optimizer)
     assert master_of(model.frozen.weight) is not None
     optimizer.step()
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_an_unfrozen_weight_appended_to_a_group_is_refused_under_casts(level):
-    model = net(torch.bfloat16)
-    optimizer = SGD(trained(model))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    model.frozen.requires_grad_(True)
-    optimizer.param_groups[0]["params"] += list(model.frozen.parameters())
-    with pytest.raises(RuntimeError, match="came frozen"):
-        backward(loss_of(model, 0), optimizer)
 
 
 @every_half
@@ -247,14 +226,6 @@ def test_named_modules_are_fp32_though_they_came_frozen_in_low_precision(level):
     iterate_low(model, optimizer, 2)
     amp.restore()
     assert model.frozen.weight.dtype is torch.bfloat16
-
-
-def test_a_copied_training_knows_what_came():
-    model = net(torch.bfloat16)
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5", verbosity=0)
-    twin, other = copy.deepcopy((model, optimizer))
-    assert iterate_low(twin, other, 3) == iterate_low(model, optimizer, 3)
-    assert {k: v.dtype for k, v in twin.state_dict().items()} == {k: v.dtype for k, v in model.state_dict().items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -219,14 +219,17 @@ def test_a_partial_or_wrong_state_dict_behaves_as_in_torch():
     assert torch.equal(model.state_dict()["head.bias"], head["head.bias"])
 
 
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_data_parallel_s_replicas_run_their_own_weights_on_their_threads(level):
+def test_data_parallel_s_replicas_run_their_own_weights_on_their_threads(level, copied):
     model = linear([[2.0]])
-    model = amp.initialize(model, opt_level=level)
+    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    model = copy.deepcopy(model) if copied else model
     replicas = [model._replicate_for_data_parallel() for _ in range(2)]
     for index, replica in enumerate(replicas):
         replica._parameters = {}
         replica.weight = torch.full((1, 1), 10.0 * (index + 1), dtype=model.weight.dtype)
+        replica._former_parameters = {"weight": replica.weight}  # as torch's `replicate` has it
         replica.bias = None
     results = [None, None]
 

@@ -11,7 +11,7 @@ import torch
 from conftest import DEVICES
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import ADAM, backward, check
+from training import ADAM, check, iterate
 
 from amp_patch import amp
 from amp_patch.casts import install, regions
@@ -144,11 +144,12 @@ def test_bf16_weights_of_a_cast_model_are_in_one_block_and_train_alike(
         model, optimizer = amp.initialize(
             network, ADAM(network.parameters()), opt_level="O5", cpu_half="native", verbosity=0, **options
         )
-        for step in range(3):
-            optimizer.zero_grad()
+
+        def loss_of(step: int) -> Tensor:
             x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(step)).to(device)
-            backward(model(x)[0].float().square().mean(), optimizer)
-            optimizer.step()
+            return model(x)[0].float().square().mean()
+
+        iterate(optimizer, loss_of, range(3))
         return model
 
     expected = [weight.detach().clone() for weight in trained().parameters()]

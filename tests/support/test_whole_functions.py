@@ -153,7 +153,7 @@ def test_ctrl_c_in_a_whole_function_of_a_task_cancels_it_after_the_function():
         done.clear()
         try:
             outer()
-            await asyncio.sleep(5)
+            await asyncio.sleep(0.5)
         except asyncio.CancelledError:
             done.append("cancelled")
         return done
