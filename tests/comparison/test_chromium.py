@@ -6,7 +6,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import select
 import shutil
 import signal
@@ -159,74 +158,10 @@ pytestmark = [
 ]
 
 VIEWS = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844, "mobile": True}}
-LONG = "encoder.layers.{}.attention.output_projection_with_a_very_long_name.parametrizations"
+LAYOUT = (Path(__file__).parent / "layout.js").read_text()
 
-# Find layout faults of the shown page, in words. All visible content is text, in HTML or inside a picture.
-FAULTS = """(() => {
-  // A phone zooms out until all of a wide page is in its window: innerWidth would grow with the page.
-  const faults = [], root = document.documentElement, width = root.clientWidth;
-  if (root.scrollWidth > width) faults.push(`the page is ${root.scrollWidth} wide, the window ${width}`);
-  const luminance = words => {
-    const [r, g, b] = words.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)
-      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = e => {
-    for (; e; e = e.parentElement) {
-      const colour = getComputedStyle(e).backgroundColor;
-      if (colour !== 'rgba(0, 0, 0, 0)') return luminance(colour);
-    }
-    return 1;
-  };
-  const say = (e, what) => faults.push(`${what}: <${e.tagName}> ${e.textContent.trim().slice(0, 60)}`);
-  const scrolls = style => ['auto', 'scroll'].includes(style.overflowX);
-  for (const text of document.querySelectorAll('svg text')) {
-    const box = text.getBoundingClientRect(), frame = text.ownerSVGElement.getBoundingClientRect();
-    if (box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 1
-        || box.bottom > frame.bottom + 1) say(text, 'cut off by its picture');
-  }
-  for (const e of document.querySelectorAll('body *')) {
-    const style = getComputedStyle(e);
-    const within = e.closest('svg') !== null && e.tagName !== 'svg';
-    if (!within && style.overflowX === 'hidden' && e.scrollWidth > e.clientWidth) say(e, 'cut off');
-    if (!within && style.overflowY === 'hidden' && e.scrollHeight > e.clientHeight) say(e, 'cut off below');
-    const texts = [...e.childNodes].filter(n => n.nodeType === Node.TEXT_NODE && n.data.trim());
-    if (!texts.length || e.tagName === 'STYLE') continue;
-    const front = luminance(within ? style.fill : style.color), back = ground(e);
-    const contrast = (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
-    if (contrast < 4.5) say(e, `contrast ${contrast.toFixed(2)}`);
-    let outer = e;
-    while (outer && !scrolls(getComputedStyle(outer))) outer = outer.parentElement;
-    const range = document.createRange();
-    for (const text of texts) {
-      range.selectNodeContents(text);
-      const box = range.getBoundingClientRect();
-      if (!box.width || !box.height) say(e, 'not shown');
-      else if (!outer && (box.left < -1 || box.right > width + 1)) say(e, 'beyond the window');
-    }
-    const size = parseFloat(style.fontSize) * (within ? e.getScreenCTM().a : 1);
-    if (size < 8.5) say(e, `${size.toFixed(1)} pixels small`);
-  }
-  for (const box of document.querySelectorAll('.scroll')) {
-    const { left, right } = box.getBoundingClientRect();
-    if (left < -1 || right > width + 1) say(box, 'beyond the window');
-  }
-  return faults;
-})()"""
 
 UNFOLD = "document.querySelectorAll('details').forEach(each => { each.open = true })"
-
-# Measure each picture: its size on the screen, and the number of its coloured shapes.
-PICTURES = """[...document.querySelectorAll('figure > svg, img')].map(e => {
-  const { width, height } = e.getBoundingClientRect();
-  const drawn = [...e.querySelectorAll('path, line, rect')].filter(p => {
-    const { fill, stroke } = getComputedStyle(p);
-    return fill.startsWith('rgb') || stroke.startsWith('rgb');
-  });
-  return { name: e.getAttribute('aria-label'), width, height, drawn: drawn.length,
-    shown: e.checkVisibility({ opacityProperty: true, visibilityProperty: true }),
-    complete: e.tagName === 'svg' || (e.complete && e.naturalWidth > 0) };
-})"""
 
 
 @pytest.fixture(scope="module")
@@ -271,8 +206,8 @@ def test_a_page_has_no_layout_faults_on_each_screen(browser, reports, report, pi
         )
     browser.evaluate(UNFOLD)
     assert VIEWS[view]["width"] - 20 <= browser.evaluate("document.documentElement.clientWidth") <= VIEWS[view]["width"]
-    assert browser.evaluate(FAULTS) == []
-    shown = browser.evaluate(PICTURES)
+    assert browser.evaluate(LAYOUT + "faults()") == []
+    shown = browser.evaluate(LAYOUT + "pictures()")
     assert len(shown) == pictures
     for each in shown:
         assert each["shown"] and each["complete"] and each["drawn"] > 1, each["name"]
@@ -281,48 +216,6 @@ def test_a_page_has_no_layout_faults_on_each_screen(browser, reports, report, pi
     assert browser.complaints() == []
     ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
-
-
-def test_a_wide_table_scrolls_inside_its_box(browser, reports):
-    browser.view(**VIEWS["phone"])
-    browser.open(reports["many"].as_uri())
-    box = "document.querySelector('.scroll')"
-    wide, narrow, left = browser.evaluate(
-        f"({box}.scrollLeft = 60, [{box}.scrollWidth, {box}.clientWidth, {box}.scrollLeft])"
-    )
-    assert wide > narrow and left == 60
-
-
-def test_a_table_of_six_levels_shows_every_column_on_a_desktop(browser, tmp_path):
-    dtypes = {"O0": None, "O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16", "O5+split": "bfloat16"}
-    runs = [
-        made_up_run(level, seed, dtype=dtype, final=2 + seed / 50 + (level == "O2") / 30)
-        for seed in range(3)
-        for level, dtype in dtypes.items()
-    ]
-    runs.append(Run("O5", 3, dtype="bfloat16", error="RuntimeError: no"))
-    browser.view(**VIEWS["desk"])
-    browser.open(page.write(Comparison("train.py", runs), tmp_path).as_uri())
-    box = "document.querySelector('.scroll')"
-    assert browser.evaluate(f"{box}.querySelectorAll('thead th').length") == 7
-    assert browser.evaluate(f"{box}.scrollWidth - {box}.clientWidth") == 0
-
-
-def test_a_phone_shows_the_bars_before_the_text(browser, reports):
-    browser.view(**VIEWS["phone"])
-    browser.open(reports["many"].as_uri())
-    tops = browser.evaluate("['h1', '.rows', '.said'].map(e => document.querySelector(e).getBoundingClientRect().top)")
-    assert tops == sorted(tops)
-
-
-# List the numbers next to the bars that a dotted line crosses.
-STRUCK = """[...document.querySelectorAll('.row > svg')].flatMap(cell => {
-  const lines = [...cell.querySelectorAll('line[stroke-dasharray]')].map(e => e.getBoundingClientRect().left);
-  return [...cell.querySelectorAll('text')].filter(text => {
-    const { left, right } = text.getBoundingClientRect();
-    return lines.some(at => left - 1 < at && at < right + 1);
-  }).map(e => e.textContent);
-})"""
 
 
 @pytest.mark.parametrize("width", [1280, 700, 400])
@@ -336,10 +229,10 @@ def test_a_dotted_line_crosses_no_number(browser, width, tmp_path):
     browser.view(width, 900)
     browser.open(page.write(Comparison("train.py", runs), tmp_path).as_uri())
     assert browser.evaluate("document.querySelectorAll('.row > svg line[stroke-dasharray]').length") == 22
-    assert browser.evaluate(STRUCK) == []
+    assert browser.evaluate(LAYOUT + "struck()") == []
     line = "document.querySelector('.row > svg line[stroke-dasharray]')"
     browser.evaluate(f"{line}.setAttribute('x1', '80%'); {line}.setAttribute('x2', '80%')")
-    assert browser.evaluate(STRUCK) == ["1.00x"], "it can fail"
+    assert browser.evaluate(LAYOUT + "struck()") == ["1.00x"], "it can fail"
 
 
 @pytest.mark.parametrize("mobile", [False, True])
@@ -396,22 +289,5 @@ def test_the_checks_find_a_planted_layout_fault(browser, reports, planted, found
     browser.open(reports["alone"].as_uri())
     browser.evaluate(UNFOLD)
     browser.evaluate(f"{{ {planted} }}")
-    faults = browser.evaluate(FAULTS)
+    faults = browser.evaluate(LAYOUT + "faults()")
     assert any(found in fault for fault in faults), faults
-
-
-def test_the_page_policy_blocks_requests_and_scripts(browser, reports, tmp_path):
-    """Without the policy, the page loads and runs content, and the checks see it. With the policy, it cannot."""
-    text = reports["failed"].read_text(encoding="utf-8")
-    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)
-    extra = "<img src='picture.png'><script>console.log('ran')</script></main>"
-    paths: dict[str, Any] = {"open": tmp_path / "open.html", "closed": tmp_path / "closed.html"}
-    paths["open"].write_text(text.replace(policy, "").replace("</main>", extra), encoding="utf-8")
-    paths["closed"].write_text(text.replace("</main>", extra), encoding="utf-8")
-    browser.open(paths["open"].as_uri())
-    assert (tmp_path / "picture.png").as_uri() in browser.requested()
-    assert any("ran" in each for each in browser.complaints())
-    browser.open(paths["closed"].as_uri())
-    complaints = browser.complaints()
-    assert len(complaints) >= 2 and all("Content Security Policy" in each for each in complaints)
-    assert not any('"ran"' in each for each in complaints)

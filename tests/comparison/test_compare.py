@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -209,6 +206,16 @@ def test_a_truncated_line_of_a_recording_is_ignored():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", ["torch.zeros(1, device='cuda')", "torch.cuda.set_device(0)"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it goes well where CUDA is")
+def test_a_script_that_needs_cuda_fails_with_a_hint_at_device_cpu(call, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(f"import torch; {call}")
+    with pytest.raises(SystemExit):
+        main(["compare", "--levels", "O0,O2", "--seeds", "1", "--out", str(tmp_path), str(tmp_path / "train.py")])
+    assert capsys.readouterr().err.count("; --device cpu takes the CPU instead (train.py, line 1; see") == 1
+
+
+@pytest.mark.slow
 def test_compare_exits_with_an_error_if_nothing_is_comparable(tmp_path, capsys):
     (tmp_path / "train.py").write_text(MISBEHAVES)
     given = ["--levels", "O0,O2", "--seeds", "1", "--steps", "3", "--out", str(tmp_path), str(tmp_path / "train.py")]
@@ -245,16 +252,6 @@ optimizer.step()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["torch.zeros(1, device='cuda')", "torch.cuda.set_device(0)"])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it goes well where CUDA is")
-def test_a_script_that_needs_cuda_fails_with_a_hint_at_device_cpu(call, tmp_path, capsys):
-    (tmp_path / "train.py").write_text(f"import torch; {call}")
-    with pytest.raises(SystemExit):
-        main(["compare", "--levels", "O0,O2", "--seeds", "1", "--out", str(tmp_path), str(tmp_path / "train.py")])
-    assert capsys.readouterr().err.count("; --device cpu takes the CPU instead (train.py, line 1; see") == 1
-
-
-@pytest.mark.slow
 def test_compare_passes_the_seed_option_to_an_apex_module_without_a_gpu(tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(SEED_FLAG)
@@ -267,48 +264,6 @@ def test_compare_passes_the_seed_option_to_an_apex_module_without_a_gpu(tmp_path
     assert lines["O5-seed1"][:4] == ["0.5", "1", "101", "__main__"]
     assert lines["O0-seed1"] == lines["O5-seed1"] and lines["O0-seed0"][4:] != lines["O0-seed1"][4:]
     assert [run.dtype for run in runs_of(tmp_path / "amp_compare")] == [None, "bfloat16"] * 2
-
-
-WAITS = """
-import os, sys, time
-import torch
-from amp_patch import amp
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = amp.initialize(model, optimizer, verbosity=0)
-for step in range(10):
-    if step == 2 and os.environ["AMP_PATCH_OPT_LEVEL"] == sys.argv[1]:
-        open("waiting", "w").close()
-        time.sleep(600)
-    with amp.scale_loss(model(torch.ones(8, 4)).square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("waits_at", ["O4", "O1"])
-def test_an_interrupt_keeps_finished_runs(tmp_path, waits_at):
-    (tmp_path / "train.py").write_text(WAITS)
-    command = [sys.executable, "-m", "amp_patch", "compare", "--levels", "O0,O1,O4,O5", "--seeds", "1"]
-    command += ["train.py", "--", waits_at]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True) as compare:
-        try:
-            while not (tmp_path / "waiting").exists() and compare.poll() is None:
-                time.sleep(0.05)
-            os.killpg(compare.pid, signal.SIGINT)
-            compare.communicate(timeout=120)
-        finally:
-            if compare.poll() is None:
-                os.killpg(compare.pid, signal.SIGKILL)
-    assert compare.returncode == 130, "runs were cut, whether two levels can be compared or not"
-    runs = runs_of(tmp_path / "amp_compare")
-    # The other runs have taken a step or ended before this one waits. Its file made it keep its turn.
-    steps = {run.level: run.steps for run in runs}
-    assert list(steps) == ["O0", "O1", "O4", "O5"] and steps[waits_at] == 2 and steps["O0"] == 10
-    assert (steps["O1"] == 10) is (waits_at == "O4") and 1 <= steps["O5"] <= 10
-    for run in runs:
-        assert run.error == (None if run.steps == 10 else f"interrupted after {run.steps} steps")
 
 
 @pytest.mark.parametrize(
@@ -408,17 +363,6 @@ def test_an_ascii_terminal_gets_the_table_and_the_report(tmp_path, monkeypatch):
     assert used not in printed, "O0 is recommended"
     cores = OtherWork().cores
     assert f"Note: other work took {cores - 0.5:.1f} of" in printed and "the losses are not touched by it" in printed
-
-
-def test_compare_prints_the_command_for_the_recommended_level(tmp_path, monkeypatch, capsys):
-    (tmp_path / "train.py").write_text("")
-    runs = [finished(level, seed, 0.5 if level == "O0" else 0.25) for seed in range(3) for level in ("O0", "O2")]
-    monkeypatch.setattr(compare, "_measure", lambda *_: (runs, 6, 0, OtherWork()))
-    given = ["--levels", "O0,O2", "--device", "cpu", "--out", str(tmp_path), str(tmp_path / "train.py")]
-    main(["compare", *given, "--", "--name", "a b"])
-    ran = f"run --device cpu {tmp_path / 'train.py'} --name 'a b'"
-    used = f"To use it without an edit: AMP_PATCH_OPT_LEVEL=O2 python -m amp_patch {ran}\n"
-    assert used in capsys.readouterr().out
 
 
 def test_compare_prints_the_table_if_the_report_cannot_be_written(tmp_path, monkeypatch, capsys):

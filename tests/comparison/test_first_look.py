@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
 from pathlib import Path
 
 import pytest
-from compared_runs import compare, logs, made_up_run, seeds
+from compared_runs import compare, made_up_run, seeds
 
 from amp_patch.__main__ import main
-from amp_patch.comparison import headline, page
+from amp_patch.comparison import headline, page, what_next
 from amp_patch.comparison.commands import compare as command
 from amp_patch.comparison.commands import compare_arguments
 from amp_patch.comparison.commands.compare_arguments import again, split
@@ -60,37 +62,6 @@ def test_a_command_for_more_seeds_names_the_levels_that_one_seed_leaves_open(lev
     assert made.to_be_sure == (f"python -m amp_patch compare --levels {levels} --seeds 3 {SCRIPT}" if levels else "")
 
 
-def test_a_level_that_gains_memory_is_named_before_one_with_a_lower_loss():
-    made = look(seeds("O4", 1.95, **BF16), seeds("O5", 1.999, **SMALL))
-    assert made.recommended.level == "O5"
-
-
-def test_a_level_that_saves_memory_is_named_although_its_speed_is_not_clear():
-    level = seeds("O5", 2.0, 2.1, **SMALL)[:1]
-    level[0].seconds = [0.004, 0.016] * 20
-    level[0].loss[-1] += 1e-6
-    made = look(level)
-    assert level[0] is made.levels[1].runs[0] and made.levels[1].speedup.pace == "not clear"
-    assert headline.gains(made).startswith("27 % less memory, speed not clear, loss +")
-
-
-def test_a_rounded_loss_within_one_step_is_good_so_far():
-    base, level = seeds("O0", 2.0), seeds("O5", 2.0, **SMALL)
-    level[0].loss = [loss + 2**-7 * (step > 30) for step, loss in enumerate(level[0].loss)]
-    level[0].loss_types = ["bfloat16"]
-    assert headline.headline(compare(base, level)) == "So far O5 (BF16)"
-    level[0].loss_types = []
-    assert headline.headline(compare(base, level)) == "Stay with O0 (FP32) for now"
-
-
-def test_gains_name_the_metric():
-    small = logs("O5", 0.7501)
-    for run in small:
-        run.dtype, run.peak_memory = "bfloat16", 2**19
-    made = compare(logs("O0", 0.75), small, metric="accuracy", maximize=True)
-    assert headline.gains(made) == "50 % less memory, as fast, accuracy +0.013 % with one seed"
-
-
 def test_the_command_for_more_seeds_repeats_all_given_options():
     given = "--quick --dtype float16 --steps 20 --seed-flag --seed --metric acc --maximize --margin 1 --out o-p"
     parser = argparse.ArgumentParser()
@@ -130,3 +101,66 @@ def test_a_quick_comparison_trains_one_seed_and_prints_the_next_command(dtype, l
     said = f"python -m amp_patch compare --levels O4 --seeds 3 {again}"
     assert f"To be sure: {said} " in printed and f"<pre>{said}</pre>" in (tmp_path / "report.html").read_text()
     assert printed.startswith(f"starting O0, {', '.join(levels)} "), "before the runs"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The last line of a report's card: the command to run next, or advice in words
+
+IN_BF16 = {"dtype": "bfloat16"}
+BASE = seeds("O0", 2.0, 2.02, 1.98)
+OPTIONS = "--steps=40 --metric=loss --min-gain=8.0 --out=o --seed-flag=--seed train.py -- --lr 1"
+ASKED = {"again": OPTIONS, "command": "train.py --lr 1", "folder": "o"}
+RESUME = "python -m amp_patch compare --resume o"
+SEARCH = "python -m amp_patch search --level {} --steps=40 --metric=loss --seed-flag=--seed train.py -- --lr 1"
+
+
+def off(percent: float, **fields) -> list[Run]:
+    return seeds("O5", *(base * (1 + percent / 100) for base in (2.0, 2.02, 1.98)), **IN_BF16, **fields)
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "purpose", "command"),
+    [
+        ((BASE, off(0.02, ms=5)), {}, "use it without an edit", "AMP_PATCH_OPT_LEVEL=O5 python -m amp_patch run train"),
+        ((BASE, off(1)), {}, "find the modules that O5 needs in a higher precision", SEARCH.format("O5")),
+        ((BASE[:1], off(0.02)[:1]), {}, "be sure", "python -m amp_patch compare --levels O5 --seeds 3 --steps=40"),
+        ((BASE, off(0.02)[:1]), {"asked_runs": 6}, "make the runs that are missing", RESUME),
+        ((BASE, seeds("O5", 2.002, 2.0242, 1.982, **IN_BF16, ms=5)), {}, "be sure of the loss", f"{RESUME} --seeds "),
+    ],
+    ids=["use", "search", "one seed", "cut", "several seeds"],
+)
+def test_the_card_ends_with_the_command_to_run_next(groups, options, purpose, command, tmp_path, capsys):
+    made = compare(*groups, **ASKED, **options)
+    told = what_next.commands(made)[-1]
+    assert told[0] == purpose and told[1].startswith(command)
+    card = page.html(made).partition("</section>")[0]
+    assert card.rstrip().endswith(f"<dt>What next, to {purpose}</dt><dd><pre>{told[1]}</pre></dd></dl>")
+    show(made, tmp_path)
+    assert f"\nTo {purpose}: {told[1]}\nreport: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ((BASE, off(0.02)), "Nothing: O0 is the script as it is."),
+        ((BASE, off(0.02, ms=5)), "Train with it."),
+        ((BASE, off(0.02, objectives=2)), "Give a figure of quality to amp.log, and judge by --metric."),
+        ((BASE[:1], off(0.02)[:1]), "Run three seeds or more."),
+        (([Run("O0", error="no")], [Run("O2", error="no")]), "Mend what failed, and compare again."),
+    ],
+    ids=["no gain", "a notebook's", "a GAN", "one seed of a notebook's", "failures"],
+)
+def test_without_a_command_the_card_ends_with_words(groups, said):
+    made = compare(*groups)
+    card = page.html(made).partition("</section>")[0]
+    assert what_next.commands(made) == [] and re.search(r"<dt>What next</dt><dd>(.*?)</dd></dl>\s*$", card)[1] == said
+
+
+def test_no_command_is_advised_that_would_not_help():
+    far = seeds("O5", 2.0, 2.03, 1.97, ms=5)
+    (use,) = what_next.commands(compare(BASE, far, **ASKED))
+    assert use[0] == "use it without an edit", "no --seeds 27"
+    lost = seeds("O3", 2.0, 2.02, 1.98, loss=[math.nan] * 40, lost_eps=1e-8)
+    assert what_next.commands(compare(BASE, lost, **ASKED)) == []
+    collapsed = seeds("O2", 50.0, 51.0, 52.0)
+    assert what_next.commands(compare(BASE, collapsed, **ASKED))[-1][1] == SEARCH.format("O2")

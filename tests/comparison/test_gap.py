@@ -10,7 +10,6 @@ import statistics
 import pytest
 from compared_runs import compare, judge, made_up_run, seeds
 
-from amp_patch import amp
 from amp_patch.comparison import headline, measures, page, table
 from amp_patch.comparison.commands import compare_arguments
 from amp_patch.comparison.commands.report import comparison_of
@@ -193,15 +192,3 @@ def test_verdict_table_page_and_json_show_the_gap():
     assert "Not yet sure of the loss" in headline.how_sure(unsure) and "more seeds would tell" in headline.how_sure(
         unsure
     )
-
-
-def test_a_comparison_in_a_notebook_shows_the_gap_and_the_margin(capsys):
-    def build():
-        import torch
-
-        net = torch.nn.Linear(8, 4)
-        batches = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(10)]
-        return net, torch.optim.SGD(net.parameters(), lr=0.1), torch.nn.functional.cross_entropy, batches
-
-    made = amp.compare(build, ["O4"], steps=10, margin=3, verbosity=0)
-    assert made.margin == 0.03 and "gap to O0" in repr(made) and "(margin 3 %)" in repr(made)

@@ -12,60 +12,9 @@ from compared_runs import compare, judge, logs, made_up_look, made_up_run, seeds
 
 from amp_patch.comparison import headline
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.finding import Finding, Lost, Skips
-from amp_patch.comparison.gap import Gap
 from amp_patch.comparison.level_result import LevelResult
-from amp_patch.diagnose.recording.run import INTERRUPTED, Run, dumps, loads
+from amp_patch.diagnose.recording.run import Run, dumps, loads
 from amp_patch.run.machine import machine
-
-
-def finding(base: list[Run], level: list[Run], **options) -> Finding:
-    """Return the finding of a level that is compared with O0's runs."""
-    return compare(base, level, **options).levels[1].finding
-
-
-def test_o3_is_recommended_only_if_it_is_compared_alone():
-    base, o3 = seeds("O0", 1.0, 1.25, 1.5), seeds("O3", 1.25, 1.0, 1.5, ms=1)
-    assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=5), o3).summary.startswith("Use O2 FP16: 2.0x faster")
-    assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=20), o3).summary.endswith(
-        "; O3 FP16 keeps no FP32 weights, and is for whoever compares it alone."
-    )
-    assert compare(base, o3).summary.startswith("Use O3 FP16: 10.0x faster")
-
-
-def test_the_fastest_sound_level_is_recommended_and_otherwise_the_smallest():
-    base = seeds("O0", 1.0, 1.25, 1.5)
-    same, worse = (1.25, 1.0, 1.5), (2.0, 2.25, 2.5625)
-    made = compare(base, seeds("O1", *same, ms=5), seeds("O2", *same, ms=4), seeds("O3", *worse, ms=1))
-    assert made.summary == f"Use O2 FP16: {made.levels[2].verdict.text}."
-    # A level with a failed run is not recommended, unless the run was interrupted.
-    failed = Run("O2", 3, dtype="float16", error="CUDA out of memory")
-    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 FP16: 2.0x faster")
-    failed.error, failed.error_kind = "interrupted after 3 steps", INTERRUPTED
-    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O2 FP16: 2.5x faster")
-    # Not faster: memory decides, if all runs took less.
-    small = seeds("O4", *same, peak_memory=2**19)
-    assert compare(base, small).summary.startswith("Use O4 FP16: as fast as O0 (1.00x to 1.00x), 0.50 of its memory")
-    slow = seeds("O4", *same, peak_memory=2**19, ms=20)
-    assert compare(base, slow).summary == (
-        "Stay with O0: O4 FP16 (0.50 of its memory, but 2.0x slower) would do as well."
-    )
-    small[1].peak_memory = 2**20
-    assert compare(base, small).summary == (
-        "Stay with O0: O4 FP16 would do as well, but not faster, nor in much less memory."
-    )
-    # No level can be used: each is named with its reason.
-    made = compare(
-        base,
-        seeds("O1", 1.0, 1.25, 3.0),
-        seeds("O2", *worse),
-        seeds("O3", *worse),
-        [Run("O5", seed, error="boom") for seed in range(3)],
-    )
-    assert made.summary == (
-        "Stay with O0 for now: O1 FP16 cannot be judged yet, run 12 more seeds; "
-        "do not use O2 FP16 and O3 FP16; O5 failed."
-    )
 
 
 @pytest.mark.parametrize(
@@ -150,52 +99,6 @@ def test_a_summary_names_what_undecided_levels_would_gain():
         "loss +10 %) and O2 BF16 (2.0x slower, 0.50 of its memory, loss +10 %) cannot be judged yet, run three "
         "seeds or more."
     )
-
-
-def test_a_finding_has_its_kind_gap_and_causes_as_data():
-    base, same = seeds("O0", 1.0, 1.25, 1.5), (1.0, 1.25, 1.5)
-    bound = {"margin": pytest.approx(0.0025), "worse_from": pytest.approx(0.002 * 2.5)}
-    equal = Gap(level=1.25, base=1.25, seeds=3, mean=0.0, low=0.0, high=0.0, **bound)
-    assert finding(base, seeds("O2", *same)) == Finding("within", to_the_bit=True, p=1.0, gap=equal)
-    worse = finding(base, seeds("O2", 2.0, 2.25, 2.5625))
-    assert (worse.kind, worse.better, worse.to_the_bit, worse.usable) == ("differs", False, False, False)
-    assert worse.p == pytest.approx(1 - 49 / math.sqrt(2 + 49 * 49)) and worse.gap.level == 6.8125 / 3
-    # Runs without a figure, by the reason: the step, whether the baseline has none either, an eps that FP16 lost.
-    broken, base[1].loss = seeds("O2", *same), [math.nan] * 40
-    for run in broken:
-        run.loss = [*run.loss[:30], *[math.nan] * 10]
-    broken[2].lost_eps = 1e-8
-    lost = [Lost("diverged", 30, False, None, [0]), Lost("diverged", 30, True, None, [1])]
-    found = finding(base, broken)
-    assert found == Finding("differs", diverged=[*lost, Lost("diverged", 30, False, 1e-8, [2])])
-    logged = finding(logs("O0", 0.5, 0.75), logs("O2", None, math.nan), metric="accuracy")
-    assert [(each.kind, each.seeds) for each in logged.diverged] == [("missing", [0]), ("not finite", [1])]
-    # Skips, a loss scale that fell, and runs that failed without an interrupt.
-    low = skipping(seeds("O2", *same), 21, 2.0**-20)
-    stopped = Run("O2", 3, error="interrupted after 3 steps", error_kind=INTERRUPTED)
-    failed = Run("O2", 4, error="boom")
-    found = finding(seeds("O0", *same), [*low, stopped, failed])
-    assert (found.skips, found.fallen_scale, found.faults) == (Skips(21, 40, 0), 2.0**-20, [failed])
-    assert found.usable and not found.sound
-    assert finding(base, [failed]) == Finding("failed", faults=[failed])
-
-
-def test_a_recommendation_has_its_reasons_as_data():
-    base, same = seeds("O0", 1.0, 1.25, 1.5), (1.25, 1.0, 1.5)
-    fast, small = seeds("O4", *same, ms=5), seeds("O5", *same, peak_memory=2**19)
-    for groups, why in ((fast, small), "faster"), ((small,), "smaller"):
-        found = compare(base, *groups).recommendation
-        assert [*found.because] == [why] and found.because[why] == [found.level] and found.sure
-    chance, unlike = seeds("O1", 1.0, 1.25, 3.0), seeds("O2", 2.0, 2.25, 2.5625)
-    made = compare(base, chance, unlike, [Run("O5", 0, error="boom")])
-    found = made.recommendation
-    assert found.level is made.baseline and not found.sure
-    names = {why: [level.level for level in levels] for why, levels in found.because.items()}
-    assert names == {"undecided": ["O1"], "differs": ["O2"], "failed": ["O5"]}
-    assert compare(base).recommendation is None
-    partly = compare(base, [*fast, Run("O4", 3, dtype="float16", error="boom")])
-    assert [*partly.recommendation.because] == ["failed with some"] and partly.recommendation.sure
-    assert partly.summary == "Stay with O0: O4 FP16 failed with some seeds."
 
 
 def test_a_failed_run_is_named_with_its_error():
@@ -359,19 +262,6 @@ def test_machine_lists_versions_types_and_limits(monkeypatch):
     monkeypatch.setattr("amp_patch.run.machine.has_arithmetic", lambda dtype: True)
     assert "lacks" not in machine()
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
-
-
-def test_test_describes_the_margin_and_the_significance():
-    made = compare(seeds("O0", 1.0, 1.5), seeds("O2", 1.0, 1.5))
-    assert made.test.startswith(
-        "The result of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
-        "lower is better. The gap of a level is the mean of the differences between its runs and O0's with the same "
-        "seeds, with Student's interval at 95 %; each level is tested separately. As good: the whole interval is "
-        "below the margin, 0.2 % of O0's result. "
-    )
-    assert "rejects chance at 5 %" in made.test and "  " not in made.test
-    assert "margin, 1 % of O0's result" in replace(made, margin=0.01).test
-    assert compare().test.startswith("The result of a run is the mean training loss over the last tenth of the 0 steps")
 
 
 def skipping(runs: list[Run], skipped: int, scale: float = 128.0) -> list[Run]:

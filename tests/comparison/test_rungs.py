@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ from compared_runs import (
 from torch import nn
 
 from amp_patch import amp
-from amp_patch.__main__ import main
 from amp_patch.comparison import headline, page, table
-from amp_patch.comparison.plan import Plan
+from amp_patch.comparison.commands import compare_arguments
+from amp_patch.comparison.plan import LEVELS, Plan
 from amp_patch.diagnose.lost_updates import Updates
 from amp_patch.diagnose.recording.run import NATIVE, Run, dumps, loads
 
-LEVELS = ["O5", "O5+split", "O5+stochastic", "O5+split+8bit"]
+RUNGS = ["O5", "O5+split", "O5+stochastic", "O5+split+8bit"]
 BF16 = {"dtype": "bfloat16"}
 BASE, SAME = (1.0, 1.25, 1.5), (1.25, 1.0, 1.5)
 
@@ -35,11 +36,11 @@ def build() -> tuple:
 
 @pytest.fixture(scope="module", name="compared")
 def compared_fixture():
-    return amp.compare(build, LEVELS, seeds=2, steps=8, verbosity=0)
+    return amp.compare(build, RUNGS, seeds=2, steps=8, verbosity=0)
 
 
 def test_each_rung_has_its_own_figures(compared):
-    assert [level.name for level in compared.levels] == ["O0", *(f"{level} BF16" for level in LEVELS)]
+    assert [level.name for level in compared.levels] == ["O0", *(f"{level} BF16" for level in RUNGS)]
     _, whole, split, stochastic, coded = compared.levels
     assert [run.error or run.notes for run in compared.runs] == [[]] * len(compared.runs)
     assert [level.runs[0].masters for level in (whole, split, stochastic)] == [4 * 4680, 2 * 4680, 0]
@@ -56,8 +57,8 @@ def test_table_page_json_and_notebook_show_the_name_of_a_rung(compared, tmp_path
     text = page.write(compared, tmp_path).read_text()
     assert "<b>O5+split</b> BF16" in text and "O5+stochastic BF16" in text
     told = loads((tmp_path / "report.json").read_text())
-    assert [level["level"] for level in told["levels"]] == ["O0", *LEVELS]
-    assert [run["level"] for run in told["runs"]] == 2 * ["O0", *LEVELS]
+    assert [level["level"] for level in told["levels"]] == ["O0", *RUNGS]
+    assert [run["level"] for run in told["runs"]] == 2 * ["O0", *RUNGS]
     again = type(compared).from_dict(loads(dumps(compared.to_dict())))
     assert again.summary == compared.summary and [level.name for level in again.levels][2] == "O5+split BF16"
 
@@ -146,34 +147,58 @@ def test_a_plan_sets_the_level_of_a_run_with_its_rungs():
     assert plan.type_of("O5+split") == "bfloat16" and Plan(("O2+split",), dtype="bfloat16").levels == ("O0", "O2+split")
 
 
-PLAIN = """
-import torch
-
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-optimizer = torch.optim.AdamW(model.parameters())
-for step in range(3):
-    optimizer.zero_grad()
-    model(torch.randn(8, 16)).square().mean().backward()
-    optimizer.step()
-"""
+# ---------------------------------------------------------------------------------------------------------------------
+# compare --formats: the losses with emulated FP8 and FP4, without a speed
 
 
-@pytest.mark.slow
-def test_an_unedited_script_is_compared_at_rungs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(PLAIN)
-    main(["compare", "train.py", "--levels", ",".join(LEVELS), "--seeds", "1", "--out", "out"])
-    runs = [Run.from_dict(run) for run in loads(Path("out/report.json").read_text())["runs"]]
-    assert {run.level: run.masters for run in runs} == {
-        "O0": 0,
-        "O5": 4 * 676,
-        "O5+split": 2 * 676,
-        "O5+stochastic": 0,
-        "O5+split+8bit": 2 * 676,
-    }
-    assert all(run.error is None and not run.notes for run in runs)
-    names = Counter(path.name.partition("-seed")[0] for path in Path("out/runs").iterdir())
-    assert names == dict.fromkeys(["O0", *LEVELS], 2)
-    main(["compare", "train.py", "--levels", "O2", "--seeds", "1", "--out", "out"])
-    assert {path.name.partition("-seed")[0] for path in Path("out/runs").iterdir()} == {"O0", "O2"}, "old runs went"
+def plan_of(*given: str) -> Plan:
+    parser = argparse.ArgumentParser()
+    compare_arguments.add_arguments(parser)
+    return compare_arguments.plan_of(parser.parse_args([*given, "train.py"]))
+
+
+def test_formats_add_levels_to_the_plan():
+    assert plan_of("--formats", "fp8, mxfp8").levels == (*LEVELS, "O6+fp8", "O6+mxfp8")
+    assert plan_of("--levels", "O0", "--formats", "nvfp4").levels == ("O0", "O6+nvfp4")
+    assert plan_of("--levels", "O7+mxfp8+split").levels == ("O0", "O7+mxfp8+split")
+    assert not any(level.startswith(("O6", "O7")) for level in LEVELS)
+
+
+def test_an_unknown_format_is_refused():
+    wanted = (
+        r"^compare: --formats has 'fp4'; wanted of fp8, fp8_tensorwise, mxfp8, mxfp8_floor, nvfp4, nvfp4_naive, as "
+        r"fp8,mxfp8$"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        plan_of("--formats", "fp8,fp4")
+
+
+def train() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), verbosity=0)
+    for step in range(6):
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(x).float(), x[:, :4].argmax(1))
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def test_a_format_has_losses_but_no_speed_and_is_not_recommended(tmp_path: Path):
+    compared = amp.compare(train, ["O4", "O6+mxfp8", "O6+nvfp4_naive"], seeds=2, verbosity=0)
+    levels = {level.level: level for level in compared.levels}
+    for name in "O6+mxfp8", "O6+nvfp4_naive":
+        level = levels[name]
+        assert level.emulated and level.name == name and len(level.final) == 2
+        assert level.final[0] != levels["O4"].final[0] and abs(level.final[0] - levels["O0"].final[0]) < 0.1
+        assert (level.speedup, level.step_ms, level.memory, level.memory_bytes) == (None, None, None, None)
+        assert level.verdict.text.startswith("emulated: no speed, no memory; final loss ")
+    assert levels["O6+mxfp8"].final != levels["O6+nvfp4_naive"].final
+    assert levels["O4"].speedup is not None and not levels["O4"].emulated
+    text, page = "\n".join(table.lines(compared)), compared._repr_html_()
+    assert "emulated" in text and "emulated" in page
+    assert compared.recommended.level in ("O0", "O4")
+    again = type(compared).from_dict(json.loads(json.dumps(compared.to_dict())))
+    assert [level.name for level in again.levels] == [level.name for level in compared.levels]

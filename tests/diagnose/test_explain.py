@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 import pkgutil
 import sys
 import threading
@@ -322,16 +321,6 @@ def test_explain_leaves_no_hook_after_an_exception(wrappers, capsys):
     assert "softmax" in capsys.readouterr().out
 
 
-def test_verbosity_2_leaves_losses_unchanged():
-    losses = []
-    for look in (False, True):
-        model = training.convnet()
-        optimizer = training.SGD(model.parameters())
-        model, optimizer = initialize(model, optimizer, opt_level="O1", verbosity=2 if look else 1)
-        losses.append(training.train(model, optimizer, 3))
-    assert losses[0] == losses[1]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Forms
 
@@ -360,14 +349,6 @@ def test_verbosity_2_explains_a_part_only_with_its_whole(capsys):
     whole[0](torch.ones(1, 2))
     assert capsys.readouterr().out.count("decided by") == 1
     assert not any(module._forward_pre_hooks for module in whole.modules())
-
-
-def test_copies_of_an_unexplained_model_are_explained_once_each(capsys):
-    model = initialize(nn.Linear(2, 2), opt_level="O4", verbosity=2)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
-        for count in (1, 0):
-            copied(torch.ones(1, 2))
-            assert capsys.readouterr().out.count("decided by") == count
 
 
 def test_the_table_of_explain_shows_whole_names_and_merges_equal_calls():

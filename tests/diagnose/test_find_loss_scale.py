@@ -35,15 +35,6 @@ def test_the_range_of_loss_scales_fits_known_gradients(level, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_small_loss_needs_large_scales(level, device):
-    model, _ = one_layer(level, device)
-    inputs = torch.tensor([[1.0, 1.0]], device=device)
-    found = amp.find_loss_scale(model, total, (inputs, torch.tensor(2.0**-40, device=device)))
-    assert found == (2.0**16, 2.0**55)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_find_loss_scale_changes_no_weight_gradient_or_random_state(device):
     model = training.convnet(device=device)
     model.head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.head)
@@ -70,8 +61,9 @@ def test_the_highest_scale_trains_and_its_double_overflows(level, device):
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
         scale = amp.find_loss_scale(model, F.cross_entropy, training.images(0, device)).highest * factor
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+        before = training.masters_of(optimizer)
         training.train(model, optimizer, 1, partial(training.images, device=device))
-        return optimizer._amp_stash.step_skipped
+        return training.same(training.masters_of(optimizer), before)
 
     assert not skipped(1.0)
     assert skipped(2.0)

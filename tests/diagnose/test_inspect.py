@@ -34,27 +34,6 @@ def look(level, device, factors, value=1.0, weight=1.0, **options):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_inspect_finds_the_layer_of_an_overflow_in_forward(level, device):
-    assert look(level, device, {"block_1": 3e4}).not_finite is None
-    seen = look(level, device, {"block_0": 3e4, "block_1": 3e4})
-    assert (seen.not_finite.module, seen.not_finite.direction) == ("block.1", "forward")
-    assert seen.not_finite.input_range == (0.0, pytest.approx(3e4, rel=1e-3))
-    assert "block.1" in str(seen.not_finite) and "step 0" in str(seen.not_finite)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_inspect_finds_the_layer_of_an_overflow_in_backward(level, device):
-    """The head's gradient is 2**8 at its input; times 2**10 in block.1's backward that is 2**18."""
-    factors = {"head": 2.0**-7, "block_1": 2.0**10, "block_0": 2.0**-10}
-    seen = look(level, device, factors, weight=2.0**15)
-    assert seen.not_finite.direction == "backward"
-    assert seen.not_finite.module == "block.1"
-    assert seen.not_finite.input_range == (0.0, 2.0**8)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_inspect_names_a_norm_whose_variance_overflows(level, device):
     seen = look(level, device, {"first": 300.0})
@@ -173,38 +152,6 @@ def test_inspect_runs_a_compiled_model_eagerly_and_keeps_its_graphs(before, leve
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_inspect_ignores_infinities_of_a_mask(device):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.linear(x).masked_fill(torch.eye(4, device=x.device).bool(), float("-inf")).softmax(-1)
-
-    model = Masked().to(device)
-    with inspect(model) as seen:
-        model(torch.ones(4, 4, device=device)).square().sum().backward()
-    assert seen.not_finite is None
-    with inspect(model) as seen:
-        model(torch.ones(4, 4, device=device)).log().sum().backward()
-    assert (seen.not_finite.op, seen.not_finite.module) == ("log", None)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_inspect_names_the_step_of_the_first_overflow(device):
-    model = training.linear([[2.0]], device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=1.0)
-    with inspect(model, optimizer) as seen:
-        for value in (1.0, 1.0, 6e4, 1.0):
-            training.backward(model(torch.full((1, 1), value, device=device)).sum(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert (seen.not_finite.module, seen.not_finite.step, seen.step) == ("", 2, 4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_inspect_leaves_no_hook_after_an_error(device):
     model = training.convnet(device=device)
     with pytest.raises(RuntimeError), inspect(model):
@@ -264,7 +211,7 @@ def test_inspect_measures_no_error_of_a_module_that_cannot_compute_in_fp32():
 
 
 class Masked(nn.Module):
-    """Infinities come from a buffer, from an argument, by an assignment or through a view."""
+    """Infinities come from a buffer, from an argument, by a function, an assignment or through a view."""
 
     def __init__(self, form):
         super().__init__()
@@ -277,6 +224,8 @@ class Masked(nn.Module):
             scores = scores + self.mask
         elif self.form == "argument":
             scores = scores + mask
+        elif self.form == "function":
+            scores = scores.masked_fill(torch.eye(4).bool(), -math.inf)
         elif self.form == "assignment":
             scores[:, 0] = -math.inf
         else:
@@ -285,7 +234,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("form", ["buffer", "argument", "assignment", "view"])
+@pytest.mark.parametrize("form", ["buffer", "argument", "function", "assignment", "view"])
 def test_inspect_blames_no_module_for_infinities_of_a_mask(form, level):
     model = Masked(form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -322,15 +271,6 @@ def test_inspect_blames_a_graph_that_outlives_a_step_for_its_own_calls():
         optimizers[0].zero_grad()
         optimizers[0].step()
     assert (seen.not_finite.op, seen.not_finite.module, seen.not_finite.step) == ("Mul", None, 1)
-
-
-def test_inspect_sees_the_modules_of_a_compiled_model():
-    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
-    compiled = torch.compile(model, backend="eager")
-    with amp.inspect(model) as seen:
-        compiled(torch.ones(1, 2)).sum().backward()
-    assert seen.errors.keys() == {"0", "1"}
-    assert seen.activations["1"].total == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

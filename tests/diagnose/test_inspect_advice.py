@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import training
+from conftest import DEVICES
+from inspected import PLANTED, look_deep
 from torch import nn
 
 import amp_patch as amp
+from amp_patch.diagnose.histogram import Histogram
 from amp_patch.diagnose.inspect import inspect
 
 LEVELS_OF_BF16 = ["O4", "O5", "O6", "O7"]
@@ -80,3 +86,114 @@ def test_inspect_advises_keep_high_at_levels_with_fp4_products():
     said, seen = summary_of(model, "O6+nvfp4", torch.randn(32, 64))
     assert seen.keep_fp32() and set(seen.keep_fp32()) <= {"1", "2"}, "FP4 is far off; the ends are BF16 by themselves"
     assert said.endswith(f"keep_high={['0', '3', *seen.keep_fp32()]}") and "keep_fp32=" not in said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The modules that are named for overflows and flushes, and the keep lists that remove them
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("direction", PLANTED)
+def test_the_keep_list_of_inspect_removes_an_overflow(direction, level, device):
+    factors, weight, module, span = PLANTED[direction]
+    seen, finite = look_deep(level, device, factors, weight)
+    found = seen.not_finite
+    assert (found.module, found.op, found.direction, found.step) == (module, "linear", direction, 1)
+    assert found.input_range == span
+    keep = seen.keep_fp32()
+    # In a cast model, a kept layer returns FP16, so a value between two layers needs their whole block in FP32.
+    assert keep == (["block.1", "block.2" if direction == "forward" else "block.0"] if level == "O1" else ["block"])
+    assert not finite
+    seen, finite = look_deep(level, device, factors, weight, keep_fp32=keep)
+    assert seen.not_finite is None
+    assert finite
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_the_planted_overflows_happen_only_in_fp16(level, device):
+    for factors, weight, *_ in PLANTED.values():
+        seen, finite = look_deep(level, device, factors, weight)
+        assert seen.not_finite is None and finite and seen.keep_fp32() == []
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_keep_list_names_the_module_that_runs_a_module_list(level):
+    """If the ModuleList were named, each of its modules would be kept, with FP16 between them."""
+    factors = {"0_layers_0": 2.0**12, "0_layers_1": 2.0**12, "0_layers_2": 2.0**-24}
+    make = lambda: nn.Sequential(Listed(), nn.Linear(4, 4, bias=False))  # noqa: E731
+    seen, _ = look_deep(level, "cpu", factors, model=make())
+    assert (seen.not_finite.module, seen.keep_fp32()) == ("0.layers.1", ["0"])
+    seen, finite = look_deep(level, "cpu", factors, model=make(), keep_fp32=["0"])
+    assert seen.not_finite is None and finite
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_overflow_of_the_model_output_has_no_keep_list(device):
+    """The model's own output is too large for FP16."""
+    factors = {"block_0": 2.0**12, "block_1": 2.0**12}
+    seen, _ = look_deep("O2", device, {**factors, "head": 2.0**4})
+    assert seen.not_finite.module == "block.1"
+    assert seen.keep_fp32() == ["block"]
+    seen, _ = look_deep("O2", device, {**factors, "head": 2.0**4}, keep_fp32=["block"])
+    assert seen.not_finite is not None and seen.keep_fp32() == []
+    assert "try dtype=torch.bfloat16" in str(seen)
+    seen, _ = look_deep("O2", device, {"head": 2.0**14, "first": 2.0**4})
+    assert seen.errors["head"] == math.inf and seen.keep_fp32() == []  # FP32 inside of it would not help
+    assert look_deep("O5", device, {**factors, "head": 2.0**4})[0].not_finite is None
+
+
+class Apart(nn.Module):
+    """Model with a layer `small` whose weight has a small gradient because its input is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.small(x * 2.0**-13) + self.large(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_the_keep_list_of_inspect_restores_a_flushed_gradient(level, device):
+    """2**-13 * 2**-12 is below FP16's smallest number, and `large` leaves no room for a scale of 2**16."""
+    options = {"model": Apart(), "weight": 2.0**-12, "value": 1.0}
+    seen, _ = look_deep(level, device, {}, **options)
+    gradient = seen.gradients["small.weight"]
+    if level == "O0":  # FP32 has flushed no number
+        assert set(gradient.counts) == {-25} and gradient.flushed(1.0) == 1.0 and gradient.flushed(2.0) == 0.0
+        assert seen.best_scale() == 2.0**27 and seen.keep_fp32() == []
+        return
+    assert gradient.zeros == gradient.total == 32
+    assert seen.keep_fp32() == ["small"]
+    assert "gradients that are 0 throughout: small.weight" in str(seen)
+    options["model"] = Apart()
+    seen, _ = look_deep(level, device, {}, **options, keep_fp32=["small"])
+    assert set(seen.gradients["small.weight"].counts) == {-25}
+    assert "small" not in seen.keep_fp32()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_keep_list_names_a_module_whose_gradient_the_best_scale_flushes(device):
+    model = training.linear([[1.0, 1.0]], device)
+    with inspect(model) as seen:
+        (model(torch.tensor([[2.0**-20, 2.0**-21]], device=device)) * 2.0**-20).sum().backward()
+    assert seen.best_scale() == 2.0**55
+    seen.gradients["body.1.weight"] = Histogram.merged([seen.gradients["weight"]])
+    seen.gradients["head.weight"] = Histogram()
+    seen.gradients["head.weight"].add(torch.full((3,), 2.0**14))
+    assert seen.best_scale() == 2.0
+    assert seen.keep_fp32() == ["body.1"]

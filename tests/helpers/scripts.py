@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import math
 import os
 import subprocess
 import textwrap
@@ -56,8 +58,9 @@ def load(name: str) -> ModuleType:
 
 
 def run_source(script: str, **names: Any) -> dict[str, Any]:
-    """Run a script; return its namespace."""
-    namespace = {"__name__": "__main__", **names}
+    """Run a script, which need not import torch, nn, F, copy and math; return its namespace."""
+    known = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "copy": copy, "math": math}
+    namespace = {"__name__": "__main__", **known, **names}
     exec(compile(textwrap.dedent(script), "train.py", "exec"), namespace)
     return namespace
 

@@ -177,14 +177,6 @@ def test_the_same_lines_break_a_script_that_calls_initialize(tmp_path):
     assert (ran.returncode, told["clear"]) == (1, [])
 
 
-def test_json_is_all_that_is_printed(tmp_path):
-    ran = checked(tmp_path, SCRIPT.format(conversion="long", before=""), "--json")
-    told = json.loads(ran.stdout)
-    assert [(line["line"], line["levels"]) for line in told["lines"]] == [(12, ["O2", "O3", "O5", "O7"])]
-    assert told["clear"] == ["O1", "O4", "O6"]
-    assert "step 0" in ran.stderr
-
-
 def test_each_optimizer_makes_its_first_step(tmp_path):
     ran = checked(tmp_path, GAN)
     assert (ran.returncode, "train.py:11  input  at O2, O3" in ran.stdout) == (1, True), ran.stderr

@@ -1,4 +1,4 @@
-"""Six kinds of script, as their authors would have written them, through `compare` without an edit."""
+"""Kinds of script, as their authors would have written them, through `compare` without an edit."""
 
 from __future__ import annotations
 
@@ -38,27 +38,6 @@ net = Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
 loader = DataLoader(TensorDataset(images, classes), batch_size=64, shuffle=True)
 """
-DIGITS_CNN = (
-    DIGITS
-    + CONVNET
-    + """
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-net.train()
-for step, (x, y) in enumerate(loader):
-    if step == 6:
-        break
-    optimizer.zero_grad(set_to_none=True)
-    loss = F.cross_entropy(net(x), y)
-    loss.backward()
-    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    optimizer.step()
-    schedule.step()
-    print(loss.item().hex())
-net.eval()
-with torch.no_grad():
-    net(images).argmax(1).eq(classes).float().mean().item()
-"""
-)
 GPT = """
 import pydoc_data.topics
 import torch
@@ -208,7 +187,6 @@ for step, (x, y) in enumerate(loader):
 # As SupContrast: Apex is imported if it is there, for another part than its amp.
 UNUSED_APEX = f"try:\n    import apex\n    from apex import amp, optimizers\nexcept ImportError:\n    pass\n{GAN}"
 KINDS = {
-    "digits": DIGITS_CNN,
     "gpt": GPT,
     "gan": GAN,
     "native": NATIVE,

@@ -6,13 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from compared_runs import compare as compare_runs
-from compared_runs import parsed, seeds
+from compared_runs import parsed
 
 from amp_patch.__main__ import main
 from amp_patch.comparison.commands import compare, compare_folder
 from amp_patch.comparison.commands.compare_arguments import defaults, plan_of
-from amp_patch.comparison.commands.report import show
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import Plan
 from amp_patch.diagnose.recording.run import INTERRUPTED, KILLED, PARTS, Run, dumps, loads
@@ -124,21 +122,6 @@ def test_resume_adds_seeds_to_a_comparison(begun, monkeypatch):
     main(["compare", "--resume", str(begun), "--seeds", "3"])
     assert (asked[-1][0].levels, asked[-1][0].seeds) == (("O0", "O4", "O5"), 3)
     assert not compare_folder.asked_in(begun, defaults()).quick
-
-
-def test_compare_prints_the_command_that_adds_enough_seeds(tmp_path, capsys):
-    unsure = seeds("O5", 2.002, 2.0225, 1.9775, dtype="bfloat16", ms=5)
-    made = compare_runs(seeds("O0", 2.0, 2.02, 1.98), unsure, folder=str(tmp_path))
-    more = made.levels[1].finding.gap.more_seeds
-    assert made.seeds_to_tell == 3 + more
-    show(made, tmp_path)
-    said = f"To be sure of the loss: python -m amp_patch compare --resume {tmp_path} --seeds {3 + more}\n"
-    assert said in capsys.readouterr().out
-    sure = compare_runs(seeds("O0", 2.0, 2.02, 1.98), seeds("O5", 2.0, 2.021, 1.981, ms=5))
-    show(sure, tmp_path)
-    assert sure.seeds_to_tell is None and "To be sure" not in capsys.readouterr().out
-    # If too many seeds would be needed, no command is printed.
-    assert compare_runs(seeds("O0", 2.0, 2.02, 1.98), seeds("O5", 2.0, 2.03, 1.97, ms=5)).seeds_to_tell is None
 
 
 @pytest.mark.parametrize(

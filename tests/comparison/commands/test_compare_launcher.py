@@ -49,58 +49,6 @@ def test_compare_in_a_rank_is_refused_before_any_run(monkeypatch, capsys, tmp_pa
     assert [*tmp_path.iterdir()] == [tmp_path / "train.py"]
 
 
-ONE_RANK = """
-import time
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(8):
-    optimizer.zero_grad()
-    model(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step()
-    time.sleep(0.1)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_runs_that_share_a_port_follow_each_other(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = ("-m", "amp_patch", "compare", "--levels", "O0,O2", "--seeds", "1")
-    done = start_script(tmp_path, ONE_RANK, *command, **where)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "failed" not in done.stdout
-
-
-# Said for two GPUs, played on a CPU.
-DATA_PARALLEL = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(6):
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(torch.randn(8, 8).cuda()), torch.randint(4, (8,)).cuda()).backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.slow
-def test_a_script_with_data_parallel_is_compared(tmp_path):
-    command = ("-m", "amp_patch", "compare", "--device", "cpu", "--levels", "O0,O2", "--seeds", "1")
-    done = start_script(tmp_path, DATA_PARALLEL, *command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "failed" not in done.stdout and done.stdout.count("6 steps, loss") == 2
-
-
 RANKS_OF_ITS_OWN = """
 import os
 import torch

@@ -59,23 +59,6 @@ def test_the_first_level_of_each_seed_is_never_overdue():
             run.loss.append(1.0)
 
 
-@pytest.mark.parametrize(
-    ("steps", "seeds", "line"),
-    [
-        (200, 3, "6 runs: 2 levels, 3 seeds each, at most 200 steps"),
-        (200, 1, "2 runs: 2 levels, 1 seed, at most 200 steps"),
-        (
-            None,
-            3,
-            "6 runs: 2 levels, 3 seeds each",
-        ),
-    ],
-)
-def test_compare_prints_the_number_of_runs_before_the_first(steps, seeds, line, capsys):
-    Progress(Plan(("O0", "O2"), seeds=seeds).runs(), steps).begin(2, seeds)
-    assert capsys.readouterr().out == line + "\n"
-
-
 def test_a_resumed_comparison_counts_finished_runs(capsys):
     runs = Plan(("O0", "O2"), seeds=2).runs()
     progress = Progress(runs[2:], 10, finished=2)

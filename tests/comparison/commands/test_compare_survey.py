@@ -41,8 +41,6 @@ for step in range({steps}):
     print('loss', loss.item())
 """
 GUARD = "t = (kept := x * (x > 0)) / (kept.sum(-1, keepdim=True) + 1e-8)"
-TIME = "t = torch.sin(t * torch.tensor([1.0, 2.0, 3.0, 5.0]))"
-PLAIN = "t = x * (x > 0)"
 THIRD = """
 starts = 1 + (int(open("starts").read()) if os.path.exists("starts") else 0)
 open("starts", "w").write(str(starts))
@@ -72,25 +70,6 @@ def test_an_epsilon_that_is_0_in_fp16_is_named_beside_its_level(tmp_path):
     assert json.loads((tmp_path / "amp_compare" / "survey.json").read_text()) == report["survey"]
     again = python("-m", "amp_patch", "report", "amp_compare", cwd=tmp_path, env=environment())
     assert said in " ".join(again.stdout.split()), "the survey is in the folder"
-
-
-@pytest.mark.slow  # in `make test`: comparison/test_named_lines.py, and the training `times` of diagnose/survey/
-def test_diffusion_times_are_named_beside_a_level_that_ends_worse(tmp_path):
-    script = LOOP.format(line=TIME, steps=150, first="")
-    shown, report = compared(tmp_path, script, "--levels", "O5", "--seeds", "2")
-    (level,) = (each for each in report["levels"] if each["level"] == "O5")
-    assert level["verdict"]["kind"] == "differs"
-    assert "the survey names train.py:12 (sin)" in level["verdict"]["text"]
-    assert "train.py:12, O5 BF16" in shown
-
-
-@pytest.mark.slow  # in `make test`: test_unedited_scripts.py looks for survey.json
-def test_a_script_without_such_a_line_is_not_surveyed(tmp_path):
-    script = LOOP.format(line=PLAIN, steps=20, first="")
-    shown, report = compared(tmp_path, script, "--levels", "O4", "--seeds", "1")
-    assert "survey" not in shown and report["survey"] is None
-    assert not (tmp_path / "amp_compare" / "survey.json").exists()
-    assert report["runs"][0]["loss"] == losses_alone(tmp_path, script)
 
 
 def test_a_survey_that_fails_is_a_note_of_the_report(tmp_path):

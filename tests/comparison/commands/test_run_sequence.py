@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import subprocess
-import sys
 from typing import Any, ClassVar
 
 import pytest
-from paths import ROOT
 
 from amp_patch.comparison.commands import run_sequence
 from amp_patch.comparison.commands.interrupts import Ended, Interrupts
 from amp_patch.comparison.commands.run_sequence import RunSequence, ScriptFailed
 from amp_patch.comparison.plan import Plan
-from amp_patch.diagnose.recording.run import INTERRUPTED, OUT_OF_MEMORY, OVERDUE, Failure, Run, loads
+from amp_patch.diagnose.recording.run import INTERRUPTED, OUT_OF_MEMORY, OVERDUE, Failure, Run
 
 
 class Made:
@@ -148,49 +144,3 @@ def test_a_first_level_that_runs_out_of_memory_is_a_row(order):
 
 
 # --- as a user starts it ---
-
-# Levels go astray in their fourth step.
-SCRIPT = """
-import os, signal, sys, time
-import torch
-from amp_patch import amp
-
-level = os.environ["AMP_PATCH_OPT_LEVEL"]
-model = torch.nn.Linear(4, 2)
-model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
-for step in range(8):
-    loss = model(torch.randn(8, 4)).square().mean()
-    optimizer.zero_grad()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    if step == 4:
-        torch.save(level, "best.pt")
-    if step > 4:
-        assert torch.load("best.pt") == level, "another run's file"
-    if step == 3 and level == "O3":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if step == 3 and level == "O4":
-        os.execv(sys.executable, [sys.executable, "-c", "pass"])
-    if step == 3 and level == "O5":
-        if os.fork() == 0:
-            time.sleep(600)
-        print("forked", os.getpid() + 0, flush=True)
-        os._exit(3)
-    optimizer.step()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_each_level_has_its_own_files_and_a_stuck_run_blocks_no_other(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "amp_patch", "compare", "--seeds", "1", "--out", "out"]
-    command += ["--levels", "O0,O2,O3,O4,O5,O1", "train.py"]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=True)
-    found = [Run.from_dict(run) for run in loads((tmp_path / "out" / "report.json").read_text())["runs"]]
-    runs = {run.level: run for run in found}
-    assert {level: (run.error or "")[:16] for level, run in runs.items()} == {
-        "O0": "", "O2": "", "O3": "killed by signal", "O4": "the recording br", "O5": "exit status 3: f", "O1": "",
-    }  # fmt: skip
-    assert [runs[level].steps for level in ("O0", "O2", "O1")] == [8, 8, 8]

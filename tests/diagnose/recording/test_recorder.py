@@ -81,7 +81,6 @@ def test_a_skip_on_the_device_is_recorded(monkeypatch):
         model, optimizer = started(optimizer=lambda params: torch.optim.SGD(params, lr=0.0, fused=True))
         for step in range(4):
             one_step(model, optimizer, factor=2.0**9 if step == 2 else 1.0)
-            assert len(optimizer._amp_stash.device_skips) == step  # the first step is not one of these
         arrived = True
         one_step(model, optimizer)
     assert run.skipped == [False, False, True, False, False]
@@ -240,16 +239,6 @@ def test_a_closure_runs_in_its_own_phases(slow):
         "between": 1.0,
         "optimizer": 16.0,
     }
-
-
-def test_unseen_forwards_are_data(slow):
-    clock, model, optimizer = slow
-    with amp.record() as run:
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O0")
-        loss = model.forward(torch.ones(1, 2)).sum()  # no hook of a module's runs
-        scaled_backward(clock, loss, optimizer)
-        optimizer.step()
-    assert run.parts["data"] == [2.0] and run.parts["forward"] == [0.0] and run.samples == [0]
 
 
 class Twice(torch.optim.SGD):

@@ -7,7 +7,6 @@ import json
 import math
 
 import pytest
-from recordings import read_lines
 
 from amp_patch.diagnose.lost_updates import Updates
 from amp_patch.diagnose.recording.run import PARTS, Look, Run, dumps, loads
@@ -182,15 +181,6 @@ def test_from_dict_reads_what_an_older_report_left_out():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1, [], {}, None, True, "text", 2**70])
 def test_values_survive_json(value):
     assert same_values(loads(dumps({"a": [value, [value]]})), {"a": [value, [value]]})
-
-
-def test_the_lines_of_a_recording_that_was_cut_off():
-    events = [{"event": "begin", "policy": "O1"}, step(math.nan), step(2.0)]
-    lines = [dumps(event) + "\n" for event in events]
-    assert same_values(read_lines(lines), events)
-    for cut in (1, 30, len(lines[2]) - 2):
-        assert same_values(read_lines([*lines[:2], lines[2][:cut]]), events[:2])
-    assert read_lines([]) == []
 
 
 def test_an_overflow_that_a_later_look_is_free_of_is_over():

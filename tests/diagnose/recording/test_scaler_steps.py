@@ -11,8 +11,7 @@ from scaled_loops import Cuda, Theirs
 from training import linear, same, weights
 
 from amp_patch import amp
-from amp_patch.diagnose.recording.recorder import Enough, Recorder
-from amp_patch.diagnose.recording.run import PARTS, Run
+from amp_patch.diagnose.recording.run import PARTS
 
 SCALERS = [torch.amp.GradScaler, Theirs, Cuda, amp.GradScaler]
 
@@ -97,13 +96,6 @@ def test_beside_scale_loss_a_loss_counts_once():
             scaled.backward()
         scaler.step(optimizer)
     assert (run.loss, run.samples, run.steps) == ([9.0], [3], 1)
-
-
-def test_it_ends_after_the_steps_that_were_asked_for():
-    run = Run("")
-    with pytest.raises(Enough), Recorder([run], stop_after=2):
-        train_scaled(torch.amp.GradScaler, "cpu")
-    assert run.steps == 2
 
 
 def test_a_disabled_scaler_is_none_and_nothing_is_left():

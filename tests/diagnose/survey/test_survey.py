@@ -288,10 +288,11 @@ def trained(case, level):
     while len(losses) < 3:
         loss = loss_fn(model(*given), targets) if takes_targets else loss_fn(model(*inputs))
         optimizer.zero_grad()
+        scale = amp.loss_scale(optimizer).item()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        if not optimizer._amp_stash.step_skipped:
+        if amp.loss_scale(optimizer).item() >= scale:
             losses.append(loss.item())
     amp.restore()
     return losses

@@ -49,20 +49,6 @@ for step in range(4):
     optimizer.step()
     losses.append(loss.detach())
 """
-ACCUMULATES = """
-autocast = torch.autocast("cpu", DTYPE)
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-for step in range(6):
-    with autocast: #if True:
-        loss = criterion(net(torch.randn(8, 1, 8, 8)), torch.randint(5, (8,))) / 2
-    loss.backward() #optimizer
-    losses.append(loss.detach())
-    if step % 2:
-        losses.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-"""
 # The autocast and the GradScaler exist before `optimize` is called.
 EARLY = """
 import torch
@@ -113,7 +99,7 @@ for step in range(4):
     second.step()
     losses.append(loss.detach())
 """
-SCRIPTS = {"plain": NET + PLAIN, "accumulates": NET + ACCUMULATES, "early": EARLY, "gan": GAN}
+SCRIPTS = {"plain": NET + PLAIN, "early": EARLY, "gan": GAN}
 SPLIT, WHOLE, HALF = {"opt_level": "O5", "master_weights": "split"}, {"opt_level": "O5"}, {"opt_level": "O2"}
 CALL = "dtype=torch.bfloat16, optimizer=optimizer"
 CALLS = {

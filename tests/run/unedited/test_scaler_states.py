@@ -17,9 +17,6 @@ DYNAMIC = ("O1", "O2")
 INIT = {"scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 0}
 # At step 1 the loss overflows; `states` has the state before the training and after each step.
 SCRIPT = """
-import torch
-from torch import nn
-
 torch.manual_seed(0)
 model = nn.Linear(8, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

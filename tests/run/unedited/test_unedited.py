@@ -22,10 +22,6 @@ from amp_patch.run.unedited.script import UneditedScript
 # Each prints nothing, and leaves its losses in `losses`. The comments are the lines that our own script has there.
 # Adam's eps is one that FP16 can hold, for O3.
 NET = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 torch.manual_seed(0)
 losses = []
 net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
@@ -53,10 +49,6 @@ for step in range(6):
         net.zero_grad()
 """
 GAN = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 torch.manual_seed(2)
 losses = []
 gen = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -81,9 +73,6 @@ for step in range(4):
 """
 # The module that holds all is never called: its parts are.
 PARTS = """
-import torch
-from torch import nn
-
 class Agent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -240,7 +229,6 @@ def test_checkpointed_and_compiled_graphs_train_at_a_level(name, level, fresh_co
 
 
 RAW = """
-import torch
 w = torch.ones(2, requires_grad=True)
 optimizer = torch.optim.SGD([w], lr=1)
 w.sum().backward()
@@ -258,8 +246,6 @@ checkpoint(net, x, use_reentrant=True).sum().backward()
 optimizer.step()
 """
 IN_FLIGHT = """
-import torch
-from torch import nn
 first, second = nn.Linear(2, 2), nn.Linear(2, 2)
 optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1)
 first(torch.ones(1, 2)).sum().backward()
@@ -391,7 +377,7 @@ def test_a_script_clips_the_gradients_of_its_step(level, raises, limit):
 
 
 def test_an_edited_script_is_left_alone():
-    script = edited(NET + CLIPS).replace("import torch\n", "import torch\nfrom amp_patch import amp\n", 1)
+    script = "from amp_patch import amp\n" + edited(NET + CLIPS)
     expected = run_source(script, LEVEL="O1")["losses"]
     amp.restore()
     with UneditedScript("O2") as trained:
@@ -402,7 +388,6 @@ def test_an_edited_script_is_left_alone():
 @pytest.mark.parametrize("ours", [False, True])
 def test_an_unedited_script_is_warned_about_inputs_that_become_infinite_and_goes_on(ours):
     script = """
-import torch
 net = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
 #net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)

@@ -12,10 +12,6 @@ from amp_patch.run.unedited.script import UneditedScript
 LEVELS = ("O0", "O1", "O2", "O3", "O5", "O7")
 # `exact` is the same average, of plain tensors.
 SCRIPT = """
-import copy
-import torch
-from torch import nn
-
 class Ema(nn.Module):
     def __init__(self, model, decay):
         super().__init__()

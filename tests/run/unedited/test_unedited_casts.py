@@ -12,9 +12,7 @@ from amp_patch.casts import install
 from amp_patch.run.unedited.script import UneditedScript
 
 IMPORTS = """
-import torch
 from torch import einsum, nn
-from torch.nn import functional as F
 from torch.nn.functional import linear, softmax
 
 torch.manual_seed(0)
@@ -75,10 +73,6 @@ def test_casts_are_installed_before_imports_and_removed_after_an_idle_script() -
 
 
 BANNED = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 torch.manual_seed(0)
 losses = []
 net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid())
@@ -103,7 +97,7 @@ def test_binary_cross_entropy_runs_in_fp32_with_one_note(level: str, capsys: pyt
     assert torch.equal(torch.stack(found), torch.stack(run(in_fp32, level)["losses"]))
     if level in ("O1", "O4"):
         (note,) = script.notes
-        assert note.startswith("binary_cross_entropy runs in FP32 (train.py, line 12)") and told == [
+        assert note.startswith("binary_cross_entropy runs in FP32 (train.py, line 8)") and told == [
             f"amp_patch: {note}"
         ]
     else:
@@ -117,10 +111,6 @@ def test_binary_cross_entropy_is_refused_if_the_environment_says_so(monkeypatch:
 
 
 METHODS = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 class VAE(nn.Module):
     def __init__(self):
         super().__init__()
@@ -189,18 +179,7 @@ def test_a_part_called_first_under_inference_mode_trains_on(script: str, level: 
     assert torch.equal(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
 
 
-def test_errors_that_are_not_about_types_are_not_changed() -> None:
-    broken = METHODS.replace("torch.randn(3, 4)", "torch.randn(3, 5)")
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        run(broken, "O5")
-
-
 MADE = """
-import math
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 class Denoiser(nn.Module):
     def __init__(self):
         super().__init__()
@@ -243,7 +222,7 @@ def test_tensors_that_forward_makes_are_cast_at_low_weights(level: str, capsys: 
     wanted = run(BY_HAND, level)
     assert torch.equal(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
     if level in ("O2", "O3", "O5"):
-        assert "train.py, line 15" in script.notes[0] and told == [f"amp_patch: {note}" for note in script.notes]
+        assert "train.py, line 10" in script.notes[0] and told == [f"amp_patch: {note}" for note in script.notes]
         assert len(script.notes) == 1 and capsys.readouterr().err == "", "by hand nothing is mixed"
     else:
         assert script.notes == told == []
@@ -279,7 +258,7 @@ def test_tensors_that_another_method_makes_are_cast_at_low_weights(level: str, n
     assert torch.equal(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
     mixing = level in ("O2", "O3", "O5")
     assert [note[:24] for note in script.notes] == ["explain() mixes FP32 wit"] * mixing
-    assert not mixing or "train.py, line 15" in script.notes[0]
+    assert not mixing or "train.py, line 10" in script.notes[0]
 
 
 @pytest.mark.parametrize("methods", [(), ("explain",)])
@@ -301,9 +280,6 @@ def test_a_forward_that_is_made_again_draws_the_numbers_of_the_first_time(level:
 
 
 STATE = """
-import torch
-from torch import nn
-
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
@@ -341,13 +317,10 @@ def test_an_edited_script_gets_an_error_with_module_line_and_way_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         run_source(MADE.replace("for step in range(3):", lines), amp=amp)
     words = str(caught.value)
-    assert "module 'norm' of Denoiser (train.py, line 15) mixes types" in words and "keep_fp32" in words
+    assert "module 'norm' of Denoiser (train.py, line 10) mixes types" in words and "keep_fp32" in words
 
 
 FP32_REGION = """
-import torch
-from torch import nn
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -372,78 +345,3 @@ optimizer.step()
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_torch_autocast_to_fp32_keeps_its_calls_fp32(level: str) -> None:
     assert run(FP32_REGION, level)["types"] == [torch.float32]
-
-
-SURE = """
-import torch
-from torch import nn
-
-net = nn.Sequential(nn.Linear(1, 1), nn.Sigmoid())
-nn.init.ones_(net[0].weight)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-losses = []
-for step in range(12):
-    loss = nn.functional.binary_cross_entropy(net(torch.full((1, 1), 11.0)), torch.zeros(1, 1))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
-"""
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_saturated_sigmoid_still_trains_at_levels_with_casts(level: str) -> None:
-    losses = run(SURE, level)["losses"]
-    assert 10 < losses[0] < 12.5 and losses[-1] < 0.1
-
-
-def test_a_sigmoid_that_is_rounded_to_1_at_o5_gives_a_warning() -> None:
-    with pytest.warns(UserWarning, match="exactly 0 or 1, to which low precision has rounded a sigmoid"):
-        run(SURE, "O5")
-
-
-INPUTS = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.v = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, second):
-        scores = self.q(x) @ self.q(x).T
-        if second.dim() == 2:
-            scores = scores + second
-        else:
-            scores = scores * (second / 4096)[:, None].sin().to(x.dtype)
-        return scores.softmax(-1) @ self.v(x)
-
-net = Net()
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-x, losses = torch.randn(3, 4), []
-for step in range(12):
-    loss = net(x, second).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
-"""
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_mask_of_the_smallest_fp32_number_trains_in_an_unedited_script(level: str) -> None:
-    mask = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]]) * torch.finfo(torch.float32).min
-    with UneditedScript(level):
-        found = run_source(INPUTS, second=mask)["losses"]
-    assert found == pytest.approx(run_source(INPUTS, second=mask)["losses"], rel=0.05)
-
-
-def test_an_unedited_script_is_told_of_times_that_change_and_of_numbers_that_become_infinite() -> None:
-    with UneditedScript("O5"), pytest.warns(UserWarning, match=r"argument 'second' has whole numbers alone") as caught:
-        run_source(INPUTS, second=torch.tensor([937.0, 11.0, 1.0]))
-    assert [each.filename for each in caught] == ["train.py"]
-    with UneditedScript("O2"), pytest.warns(UserWarning, match=r"Net\.forward: argument 'second' holds 1e\+06"):
-        run_source(INPUTS, second=torch.tensor([1e6, 11.0, 1.0]))

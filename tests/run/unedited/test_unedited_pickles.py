@@ -118,7 +118,7 @@ for folder in sys.argv[1:]:
     for each in optimizer, alone:
         values = [value for state in each.state.values() for value in state.values()]
         assert len(values) == 3 * 11 and {value.dtype for value in values} == {torch.float32}
-        assert type(each) is torch.optim.Adam and "_amp_stash" not in vars(each)
+        assert type(each) is torch.optim.Adam and not any("_amp" in name for name in vars(each))
     assert found["schedule"].optimizer is optimizer
     steps(model, optimizer, found["schedule"])
 """
@@ -231,17 +231,7 @@ def test_a_loaded_model_trains_at_the_level_with_a_new_optimizer(main):
     again = "optimizer = torch.optim.SGD(best.train().parameters(), lr=0.01)\nloss = steps(best, optimizer, schedule)"
     with UneditedScript("O1") as trained:
         names = run_in(main, NET + TRAINS + SAVES + EVALUATES + again)
-    assert trained.backwards == 6 and names["optimizer"]._amp_stash.policy.opt_level == "O1"
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_deep_copy_of_a_trained_model_computes_the_same(main, level):
-    with UneditedScript(level):
-        names = run_in(main, NET + TRAINS + "import copy\ntwin = copy.deepcopy(model)\nx = torch.randn(16, 4)")
-        model, twin, x = names["model"].eval(), names["twin"].eval(), names["x"]
-        with torch.no_grad():
-            assert torch.equal(twin(x), model(x)) and isinstance(twin, names["Net"])
-        assert amp.fp32_copy(twin).state_dict().keys() == model.state_dict().keys()
+    assert trained.backwards == 6 and amp.state_dict(names["optimizer"])["loss_scaler0"]["loss_scale"] > 1.0
 
 
 def test_values_without_models_are_pickled_unchanged(main):
@@ -274,18 +264,6 @@ def test_models_and_schedules_in_the_scripts_own_objects_are_pickled_plainly(mai
     params = [*found.model.parameters()]
     for others in found.first[0]["params"], found.schedule.optimizer.param_groups[0]["params"]:
         assert [*map(id, others)] == [*map(id, params)]
-
-
-def test_only_values_with_models_use_the_python_pickler(main, monkeypatch, tmp_path):
-    made = []
-    monkeypatch.setattr("amp_patch.run.unedited.pickles._PlainPickler._form", lambda _, obj: made.append(obj) or obj)
-    with UneditedScript("O2"):
-        names = run_in(main, NET + TRAINS)
-        torch.save([names["model"].state_dict(), list(range(5)), torch.ones(2)], tmp_path / "states.pt")
-        pickle.dumps(names["optimizer"].state_dict())
-        assert not made
-        torch.save({"nested": [names["schedule"]]}, tmp_path / "model.pt")
-    assert made
 
 
 def test_functions_of_pickle_and_torch_are_restored(main):

@@ -11,10 +11,6 @@ from amp_patch.run.unedited.script import UneditedScript
 
 # Each has what one kind of public program does, in a forward or around it.
 FRAME = """
-import math
-import torch
-from torch import nn
-from torch.nn import functional as F
 from types import SimpleNamespace
 
 torch.manual_seed(0)
@@ -32,22 +28,6 @@ for step in range(3):
     losses.append(loss.detach())
 """
 FORWARDS = {
-    # nanoGPT, makemore, minGPT: a mask of -inf, a head that is the embedding
-    "masked attention, tied head": (
-        """
-    def __init__(self):
-        super().__init__()
-        self.table, self.qkv, self.head = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 16, bias=False)
-        self.head.weight = self.table.weight
-        self.register_buffer("mask", torch.tril(torch.ones(5, 5)))
-
-    def forward(self, tokens):
-        q, k, v = self.qkv(self.table(tokens)).split(8, dim=2)
-        scores = (q @ k.transpose(1, 2) / math.sqrt(8)).masked_fill(self.mask == 0, float("-inf"))
-        return self.head(F.softmax(scores, dim=-1) @ v)
-""",
-        "t = torch.randint(16, (4, 6)); loss = F.cross_entropy(net(t[:, :-1]).reshape(-1, 16), t[:, 1:].reshape(-1))",
-    ),
     # gat: a mask of -9e15, which FP16 cannot hold
     "a mask of a large number": (
         """
@@ -89,67 +69,6 @@ FORWARDS = {
 """,
         "data = SimpleNamespace(x=torch.randn(6, 4), edges=torch.randint(6, (2, 9)), batch=torch.arange(6) % 2); "
         "loss = F.cross_entropy(net(data), torch.tensor([0, 2]))",
-    ),
-    # Pytorch-UNet, super_resolution, dcgan
-    "images of several sizes": (
-        """
-    def __init__(self):
-        super().__init__()
-        self.down, self.norm = nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8)
-        self.up, self.out = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(11, 12, 3, padding=1)
-
-    def forward(self, x):
-        h = self.up(F.max_pool2d(F.leaky_relu(self.norm(self.down(x)), 0.2), 2))
-        h = F.interpolate(F.pad(h, [0, 1, 0, 1]), size=x.shape[2:], mode="bilinear", align_corners=True)
-        return F.pixel_shuffle(self.out(torch.cat([x, h], 1)), 2)
-""",
-        "net = net.to(memory_format=torch.channels_last); x = torch.randn(2, 3, 8, 8); "
-        "loss = F.mse_loss(net(x), F.interpolate(x, scale_factor=2))",
-    ),
-    # TCN
-    "weight norm": (
-        """
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 8, 2, padding=2, dilation=2))
-        self.out = nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.out(self.first(x)[:, :, :-2].contiguous().relu()[:, :, -1])
-""",
-        "x = torch.rand(4, 2, 9); loss = F.mse_loss(net(x), x[:, :1, -1])",
-    ),
-    # deepvit: attention that is mixed between heads
-    "einsum of a parameter": (
-        """
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.mix, self.norm = nn.Linear(8, 24), nn.Parameter(torch.randn(2, 2)), nn.LayerNorm(2)
-
-    def forward(self, x):
-        q, k, v = (t.reshape(2, 5, 2, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
-        scores = self.norm(torch.einsum("bhij,hg->bgij", scores, self.mix).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return torch.einsum("bhij,bhjd->bhid", scores, v).transpose(1, 2).reshape(2, 5, 8)
-""",
-        "loss = F.mse_loss(net(torch.randn(2, 5, 8)), torch.zeros(2, 5, 8))",
-    ),
-    # denoising-diffusion-pytorch: a schedule in buffers, and a model that returns its loss
-    "a model that returns its loss": (
-        """
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(5, 4)
-        kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 50, dtype=torch.float64), 0)
-        self.register_buffer("kept", kept.float())
-
-    def forward(self, x):
-        t, noise = torch.randint(50, (len(x),)), torch.randn(x.shape).to(x)  # randn_like draws others for each type
-        kept = self.kept.gather(0, t)[:, None]
-        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
-        return F.mse_loss(self.body(torch.cat([noisy, t[:, None] / 50], 1)), noise)
-""",
-        "loss = net(torch.randn(8, 4))",
     ),
     # torchdiffeq: a solver that calls the model at FP32 times
     "a solver around the model": (
@@ -230,10 +149,6 @@ def test_what_a_public_programs_forward_does_trains_at_each_level(kind: str, lev
 
 # Each has what one kind of public program does around its models. The comments are the lines that our own script has.
 BEGIN = """
-import copy
-import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.distributions import Categorical
 
 torch.manual_seed(0)
@@ -329,78 +244,6 @@ for step in range(4):
     loss.backward() #optimizer
     optimizer.step()
     losses.append(loss.detach())
-""",
-    # nanoGPT, minGPT: groups that decay and groups that do not
-    "groups by shape": """
-net = nn.Sequential(nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16))
-params = list(net.parameters())
-groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}]
-groups.append({"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0})
-optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
-#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
-for step in range(4):
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-2 * (step + 1) / 4
-    loss = F.cross_entropy(net(torch.randint(16, (8,))), torch.randint(16, (8,)))
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward() #optimizer
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    optimizer.step()
-    losses.append(loss.detach())
-""",
-    # mnist_forward_forward: an optimizer in each layer, which trains after the layer before it, without the whole model
-    "an optimizer for each layer": """
-class Layer(nn.Linear):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.03, eps=1e-4)
-
-    def forward(self, x):
-        return F.relu(torch.mm(x / (x.norm(2, 1, keepdim=True) + 1e-4), self.weight.T) + self.bias.unsqueeze(0))
-
-    def train(self, good, bad):
-        optimizer = self.optimizer
-        for _ in range(4):
-            goods, bads = (self.forward(x).pow(2).mean(1) for x in (good, bad))
-            loss = torch.log(1 + torch.exp(torch.cat([2 - goods, bads - 2]))).mean()
-            optimizer.zero_grad()
-            loss.backward() #optimizer
-            optimizer.step()
-            losses.append(loss.detach())
-        return self.forward(good).detach(), self.forward(bad).detach()
-
-x = torch.randn(16, 8), torch.randn(16, 8)
-for layer in [Layer(8, 16), Layer(16, 16)]:
-    #amp.initialize(layer, layer.optimizer, opt_level=LEVEL)
-    x = layer.train(*x)
-""",
-    # imagenet, mnist: an evaluation between the epochs, weights made by apply, a checkpoint of both
-    "epochs": """
-def start(module):
-    if isinstance(module, nn.Conv2d):
-        nn.init.normal_(module.weight, 0.0, 0.2)
-
-net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(144, 5))
-optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
-net.apply(start)
-#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-for epoch in range(3):
-    net.train()
-    loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.arange(8) % 5)
-    optimizer.zero_grad()
-    loss.backward() #optimizer
-    optimizer.step()
-    losses.append(loss.detach())
-    net.eval()
-    with torch.no_grad():
-        out = net(torch.randn(8, 1, 8, 8))
-        _, best = out.topk(2, 1, True, True)
-        losses.append(F.cross_entropy(out, torch.arange(8) % 5))
-    saved = copy.deepcopy({"net": net.state_dict(), "optimizer": optimizer.state_dict()})
-    schedule.step()
-net.load_state_dict(saved["net"])
-optimizer.load_state_dict(saved["optimizer"])
 """,
 }
 
