@@ -24,7 +24,7 @@ from amp_patch.support.words import of_class
 from amp_patch.training import slips
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import refuse_sharded_since
-from amp_patch.training.stash import distinct_pairs, stash_of
+from amp_patch.training.stash import no_gradient, stash_of
 from amp_patch.training.step import consume
 from amp_patch.training.unscale import drop, first_of
 
@@ -308,7 +308,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         advice = "call scale(), unscale_(), step() and update() of one scaler for the gradients of one optimizer"
         stash = _stash(optimizer)
-        unscaled = None if stash is None else stash.backward.first_unscaled_grad
+        unscaled = None if stash is None else stash.unscaled
         if stash is not None and (stash.pending is not None or (unscaled is not None and unscaled() is grad)):
             raise RuntimeError(
                 f"GradScaler.{method}: the gradients of this {type(optimizer).__name__} came through amp.scale_loss, "
@@ -345,9 +345,9 @@ class GradScaler(torch.amp.GradScaler):
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
         target = innermost(optimizer)
-        refuse_sharded_since(stash.neighbours.models, "GradScaler.unscale_")
-        stash.masters.drop_stepped_grads()
-        pairs = distinct_pairs([target])
+        refuse_sharded_since(stash.neighbours.siblings.models, "GradScaler.unscale_")
+        stash.masters.drop_last()
+        pairs = stash.masters.of_groups(target.param_groups).distinct
         masters = [master for param, master in pairs if param is not master]
         direct = [(masters[index], masters[index]) for index in with_gradient(masters)]  # of a penalty over masters
         try:
@@ -355,7 +355,7 @@ class GradScaler(torch.amp.GradScaler):
         except BaseException:  # some gradients may be unscaled already
             drop(pairs)
             raise
-        stash.gathered = True
+        stash.unscaled = no_gradient
         stash.route_grads()
         return self._everywhere(found, inv_scale.device)
 

@@ -24,9 +24,8 @@ def check(optimizer: Any, stash: Stash) -> None:
         RuntimeError: this would be the first step of a parameter. The graph would record the creation of its state, and
             each replay would reset the state: SGD's momentum would always be the gradient of the last batch.
     """
+    _refuse_first_step(optimizer, stash)
     for index, group in enumerate(optimizer.param_groups):
-        if "dampening" not in group or group.get("momentum", 0) != 0:  # SGD without momentum creates no state
-            _refuse_first_step(optimizer, stash, index)
         lr = group.get("lr")
         on_device = isinstance(lr, Tensor) and device_sync.waits(lr.device)
         if "initial_lr" in group and not on_device:  # torch's schedulers leave `initial_lr` in the group
@@ -39,12 +38,16 @@ def check(optimizer: Any, stash: Stash) -> None:
             )
 
 
-def _refuse_first_step(optimizer: Any, stash: Stash, index: int) -> None:
+def _refuse_first_step(optimizer: Any, stash: Stash) -> None:
     if stash.neighbours.has_stepped and not any(optimizer.state.values()):
         return  # this optimizer keeps no state
-    for position, master in enumerate(optimizer.param_groups[index]["params"]):
-        if has_gradient(master) and not optimizer.state.get(master):
-            name = stash.name_of(master, index, position)
+    keeps = [  # SGD without momentum creates no state
+        "dampening" not in group or group.get("momentum", 0) != 0
+        for group in optimizer.param_groups
+        for _ in group["params"]
+    ]
+    for keeps_state, (name, _, record) in zip(keeps, stash.named(optimizer.param_groups), strict=True):
+        if keeps_state and has_gradient(record.master) and not optimizer.state.get(record.master):
             raise RuntimeError(
                 f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and this would be the first "
                 f"step of {name}, whose state each replay would reset; let it take a step that is not skipped, of "

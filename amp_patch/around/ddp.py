@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import distributed as torch_ddp
 
 from amp_patch.masters.masters import links_of, publish
@@ -39,7 +39,7 @@ _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 
 
 def check_ddp(
-    models: Iterable[nn.Module], policy: Policy, kept: list[nn.Module], retyped: Collection[int], process_group: Any
+    models: Iterable[nn.Module], policy: Policy, kept: list[nn.Module], retyped: Collection[Tensor], process_group: Any
 ) -> None:
     """Raise ValueError if after `initialize` DDP could not reduce gradients, or would reduce only some of a model's.
 
@@ -47,10 +47,10 @@ def check_ddp(
     the model are outside of the DDPs in it: after an overflow of their gradients only one process would skip.
 
     Args:
-        retyped: ids of the parameters whose dtype `initialize` is to change.
+        retyped: the parameters whose dtype `initialize` is to change.
     """
     for ddp in _that_reduce(retyped):
-        if ddp.mixed_precision is not None or any(id(p) in retyped for p in ddp._delay_all_reduce_params):
+        if ddp.mixed_precision is not None or any(p in retyped for p in ddp._delay_all_reduce_params):
             option = "mixed_precision" if ddp.mixed_precision is not None else "delay_all_reduce_named_params"
             raise ValueError(
                 f"initialize: a {type(ddp.module).__name__} is in a DistributedDataParallel with {option}=, and "
@@ -58,11 +58,11 @@ def check_ddp(
                 " call initialize() first, then wrap the model, or leave the option out"
             )
     for model in models:
-        inside = {id(p) for module in model.modules() if isinstance(module, _DDP) for p in module.parameters()}
+        inside = {p for module in model.modules() if isinstance(module, _DDP) for p in module.parameters()}
         if not inside or not policy.checks_gradients or process_group is not None:
             continue
         for key, param in model.named_parameters():
-            if param.requires_grad and id(param) not in inside and not distributed.is_dtensor(param):
+            if param.requires_grad and param not in inside and not distributed.is_dtensor(param):
                 raise ValueError(
                     f"initialize: parameter {key!r} of {type(model).__name__} is in none of the model's "
                     "DistributedDataParallels, so that an overflow of its gradient would be one process's alone, which "
@@ -77,19 +77,19 @@ def note_ddp(module: nn.Module, name: str, child: Any) -> None:
         _known.add(module)
 
 
-def _that_reduce(params: Collection[int]) -> list[Any]:
-    """Return the DistributedDataParallels with a reducer that have any parameter of `params`, a set of ids.
+def _that_reduce(params: Collection[Tensor]) -> list[Any]:
+    """Return the DistributedDataParallels with a reducer that have any parameter of `params`.
 
     A DDP whose constructor raised has no reducer, and one of Apex without trained parameters needs none.
     """
     if not (params and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     made = [ddp for ddp in list(_known) if hasattr(ddp, "reducer")]
-    return [ddp for ddp in made if any(id(p) in params for p in ddp.parameters())]
+    return [ddp for ddp in made if any(p in params for p in ddp.parameters())]
 
 
-def reduce_anew(params: Collection[int]) -> None:
-    """Give new hooks and buckets to each DDP around a parameter of `params`, ids of parameters whose dtype has changed.
+def reduce_anew(params: Collection[Tensor]) -> None:
+    """Give new hooks and buckets to each DDP around a parameter of `params`, whose dtype has changed.
 
     Call it on all ranks, between a backward and the next forward. No rank waits for another.
     """
@@ -165,7 +165,7 @@ def _replace(patches: Patches) -> None:
 
 
 def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, src: int) -> None:
-    scalers = {id(s): s for m in module.modules() for s in _scalers.get(m, ()) if s.dynamic}.values()
+    scalers = dict.fromkeys(s for m in module.modules() for s in _scalers.get(m, ()) if s.dynamic)
     if not scalers:
         return
     states = [scaler.state_dict() for scaler in scalers]

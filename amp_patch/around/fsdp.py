@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.environment import overridden, without_rungs
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
@@ -36,14 +36,14 @@ def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module],
     Args:
         kept: the modules that stay FP32.
     """
-    stays = {id(module) for root in kept for module in root.modules()}
+    stays = {module for root in kept for module in root.modules()}
     own = dict(policy for module in fsdp_modules(models) for policy in _own_policies(module))
     for model in models:
         for name, module, fsdp in _governed(model, "", None):
             for key, param in module._parameters.items():
                 if param is not None and is_dtensor(param):
-                    gathers = own.get(id(param)) or getattr(fsdp_state(fsdp), "_mp_policy", None)
-                    _check_shard(f"{name}.{key}".lstrip("."), param, policy, id(module) in stays, fsdp, gathers)
+                    gathers = own.get(param) or getattr(fsdp_state(fsdp), "_mp_policy", None)
+                    _check_shard(f"{name}.{key}".lstrip("."), param, policy, module in stays, fsdp, gathers)
 
 
 def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, gathers: Any) -> None:
@@ -140,24 +140,23 @@ def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype
     dtype then holds. fully_shard calls it once per parameter, before it replaces the parameter by its shard. The
     function references the parameters weakly.
     """
-    params = {id(p): weakref.ref(p) for module in kept for p in module.parameters()}
+    params = [weakref.ref(param) for module in kept for param in module.parameters()]
 
     def override(param: nn.Parameter) -> torch.dtype | None:
-        known = params.get(id(param))
-        return param.dtype if known is not None and known() is param else None
+        return param.dtype if any(ref() is param for ref in params) else None
 
     return override
 
 
-def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
-    """Yield (id of a shard, the shard's mixed-precision policy) for each parameter of `module` with its own policy.
+def _own_policies(module: Any) -> Iterator[tuple[Tensor | None, Any]]:
+    """Yield (shard, the shard's mixed-precision policy) for each parameter of `module` with its own policy.
 
     From torch 2.15 on, a parameter's policy may differ from the module's.
     """
     for group in param_groups(module):
         for param in getattr(group, "fsdp_params", ()):
             if (policy := getattr(param, "mp_policy", None)) is not None:
-                yield id(getattr(param, "sharded_param", None)), policy
+                yield getattr(param, "sharded_param", None), policy
 
 
 def fsdp_policy(

@@ -58,10 +58,13 @@ def _view(module: Any, optimizer: Any) -> Any:
         return optimizer
     if not with_gradient(stash.masters.links.params):  # torch's function would clear them
         getattr(module, _INIT)(optimizer)
-    of, kind = stash.masters.param_of, type(optimizer)
-    states: dict[Any, Any] = {of(master): state for master, state in optimizer.state.items()}
+    known, kind = stash.masters.of_groups(optimizer.param_groups), type(optimizer)
+    params = dict(zip(known.masters, known.params, strict=True))
+    states: dict[Any, Any] = {params.get(master, master): state for master, state in optimizer.state.items()}
     return SimpleNamespace(
-        param_groups=[{**group, "params": list(map(of, group["params"]))} for group in optimizer.param_groups],
+        param_groups=[
+            {**group, "params": [params[master] for master in group["params"]]} for group in optimizer.param_groups
+        ],
         state=defaultdict(dict, states or {None: {}}),  # of a view with an empty one, torch would make the state
         state_dict=functools.partial(kind.state_dict, optimizer),
         load_state_dict=functools.partial(kind.load_state_dict, optimizer),

@@ -6,6 +6,7 @@ During a body it sets aside the gradients of parameters that are not the body's,
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from amp_patch.masters import gradients
 from amp_patch.masters.direct_gradients import DirectGradients
-from amp_patch.masters.grad_field import drop_gradients, own_grad, with_gradient
+from amp_patch.masters.grad_field import drop_gradients, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
+from amp_patch.masters.record import Record
 from amp_patch.support import distributed
 from amp_patch.support.blocks import without_grad
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
-from amp_patch.training.unscale import end_direct, unscale_pending
+from amp_patch.training.stash import Stash, known_stash, sharing, siblings, stash_of
+from amp_patch.training.unscale import unscale_pending
 
 
 class _Bystander(NamedTuple):
@@ -44,13 +46,13 @@ class SharedBackward(ScaledBackward):
 
     Attributes:
         bystanders: the training's other parameters, whose gradients are set aside until the exit.
-        siblings: the training's other optimizers.
+        siblings: the training's other optimizers, with their stashes.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.bystanders: list[_Bystander] = []
-        self.siblings: list[Any] = []
+        self.siblings: list[tuple[Any, Stash]] = []
         self._direct: list[tuple[Stash, DirectGradients]] = []  # of the siblings' masters
 
     def prepare(self) -> None:
@@ -62,15 +64,15 @@ class SharedBackward(ScaledBackward):
         raise if `no_sync()` or fully_shard holds them back.
         """
         super().prepare()
-        both = zip(self.optimizers, self.stashes, strict=True)
-        if any(any(stash.backward.other_open_bodies.values()) and _is_reached(o) for o, stash in both):
+        both = list(zip(self.optimizers, self.stashes, strict=True))
+        own = {stash.neighbours for stash in self.stashes}
+        if any(stash.neighbours.checking_body() and _is_reached(optimizer) for optimizer, stash in both):
             raise RuntimeError(
                 "scale_loss: called in the body of another scale_loss whose scaled backward has already reached "
                 "parameters of this call's optimizers; end that body first, or call zero_grad() on them"
             )
-        own = set(map(id, self.stashes))
-        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
-            left = [known.pending for _, known in sharing(stash) if known.pending is not None and id(known) not in own]
+        for optimizer, stash in both:
+            left = [known.pending for _, known in sharing(stash) if known.pending and known.neighbours not in own]
             if any(pending.local or pending.held_back for pending in left):
                 raise RuntimeError(
                     "scale_loss: optimizers that share parameters with this call's wait for gradients of theirs, which "
@@ -89,42 +91,39 @@ class SharedBackward(ScaledBackward):
         if not self.checking and not any(stash.policy.master_weights for stash in self.stashes):
             return
         for stash in self.stashes:  # if this body is inside of another one
-            end_direct(stash)
-        own = set(map(id, self.optimizers))
-        others = {id(other): (other, known) for stash in self.stashes for other, known in siblings(stash)}
-        for key, (other, known) in others.items():
-            if key not in own:
-                self.siblings.append(other)
-                known.backward.other_open_bodies[id(self)] = self.checking
+            stash.masters.end_direct()
+        known = {stash.neighbours: (other, stash) for own in self.stashes for other, stash in siblings(own)}
+        for own in self.stashes:
+            known.pop(own.neighbours, None)
+        self.siblings = list(known.values())
+        for _, stash in self.siblings:
+            stash.neighbours.other_bodies.append(weakref.ref(self))
         if self.checking:
-            for stash in self.stashes:
-                self.note_models(stash)
+            self.note_models()
             self._set_bystanders_aside()
 
     def _set_bystanders_aside(self) -> None:
-        pairs = distinct_pairs(self.optimizers)
-        known, masters = {id(param) for param, _ in pairs}, {id(master) for _, master in pairs}
-        for other in self.siblings:
-            stash = known_stash(other)
-            self.note_models(stash)
-            self._set_masters_aside(stash, masters)
-            for param, master in stash.masters.pairs(other.param_groups):
-                if id(param) not in known:
-                    known.add(id(param))
-                    if stash.backward.body() is None and (param is master or stash.pending is not None):
+        held = [stash.masters.known(o.param_groups) for o, stash in zip(self.optimizers, self.stashes, strict=True)]
+        known = {param for each in held for param in each.params}
+        linked = {record for each in held for record in each.linked}
+        for other, stash in self.siblings:
+            self._set_masters_aside(stash, linked)
+            for param, master in stash.masters.of_groups(other.param_groups).pairs:
+                if param not in known:
+                    known.add(param)
+                    if stash.neighbours.body() is None and (param is master or stash.pending is not None):
                         self._set_aside(param, stash)
-        for stash in self.stashes:
-            for param in stash.neighbours.unowned:
-                if id(param) not in known:
-                    known.add(id(param))
-                    self._set_aside(param, None)
+        for param in self.stashes[0].neighbours.siblings.unowned:
+            if param not in known:
+                known.add(param)
+                self._set_aside(param, None)
 
-    def _set_masters_aside(self, stash: Stash, known: set[int]) -> None:
-        masters = [master for master in stash.masters.links.masters if id(master) not in known]
-        known.update(map(id, masters))
-        if masters and stash.backward.body() is None and stash.backward.direct is None:
+    def _set_masters_aside(self, stash: Stash, known: set[Record]) -> None:
+        records = [record for record in stash.masters.links.records if record not in known]
+        known.update(records)
+        if records and stash.neighbours.body() is None and stash.masters.direct is None:
             note = functools.partial(self._note_found, stash)
-            stash.backward.direct = direct = DirectGradients(stash.masters, masters, self.inverse, note)
+            stash.masters.direct = direct = DirectGradients(stash.masters.waiting, records, self.inverse, note)
             self._direct.append((stash, direct))
 
     def _note_found(self, stash: Stash, found: gradients.FoundInf) -> None:
@@ -132,18 +131,19 @@ class SharedBackward(ScaledBackward):
             stash.note_found(self.scaler, found_inf.to(self.scale.device))
 
     def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
-        before = (0, 0) if stash is None else (stash.bodies, stash.backward.cleared)
+        before = (0, 0) if stash is None else (stash.bodies, stash.masters.cleared)
         self.bystanders.append(_Bystander(param, gradients.take(param), stash, *before))
 
     def release_other_gradients(self) -> None:
         """Restore the gradients of the bystanders, and add the unscaled gradients of this backward."""
-        for other in self.siblings:
-            if (known := stash_of(other)) is not None:
-                known.backward.other_open_bodies.pop(id(self), None)
+        for other, known in self.siblings:
+            bodies = [ref for ref in known.neighbours.other_bodies if (body := ref()) is not None and body is not self]
+            known.neighbours.other_bodies = bodies
+            if stash_of(other) is known:
                 self._drop_strays(other, known)
         for stash, direct in self._direct:
-            if stash.backward.direct is direct:  # else a step or a body of the sibling has ended it
-                end_direct(stash)
+            if stash.masters.direct is direct:  # else a step or a body of the sibling has ended it
+                stash.masters.end_direct()
         while self.bystanders:
             owner = self.bystanders[-1].stash
             self._bring_back([bystander for bystander in self.bystanders if bystander.stash is owner])
@@ -156,13 +156,14 @@ class SharedBackward(ScaledBackward):
         sibling has a running body, or a delayed exit has left its gradients scaled, do nothing: a step of the sibling
         uses them.
         """
-        if stash.backward.body() is not None or stash.pending is not None:
+        if stash.neighbours.body() is not None or stash.pending is not None:
             return
-        own = set(map(id, self.params()))
-        low = [param for param in stash.masters.of_groups(other.param_groups).low if id(param) not in own]
-        stray = [low[index] for index in with_gradient(low)]
-        stash.backward.strays.update(map(id, stray))
-        drop_gradients(stray)
+        known = stash.masters.known(other.param_groups)
+        if stray := with_gradient(known.low):
+            own = {record for part in self.parts for record in part.linked}
+            stray = [index for index in stray if known.linked[index] not in own]
+            stash.masters.strays += [known.linked[index] for index in stray]
+            drop_gradients([known.low[index] for index in stray])
 
     def _bring_back(self, group: list[_Bystander]) -> None:
         """Unscale the gradients that this backward has added to the bystanders of one optimizer, or of no optimizer.
@@ -175,8 +176,8 @@ class SharedBackward(ScaledBackward):
             for param in params:
                 param.grad = None
         added = [param for param in params if param.grad is not None]
-        uncleared = owner is None or owner.backward.cleared == cleared
-        kept = {id(b.param): b.aside for b in group if b.aside and uncleared}
+        uncleared = owner is None or owner.masters.cleared == cleared
+        kept = {b.param: b.aside for b in group if b.aside and uncleared}
         # If the owner has begun a body inside this one, that body has already unscaled the added gradients.
         own = owner is not None and owner.bodies != bodies
         inverse = None if own else self.inverse
@@ -193,29 +194,27 @@ class SharedBackward(ScaledBackward):
                 param.grad = None
             raise
 
-    def forget_taken(self, params: set[int]) -> None:
+    def forget_taken(self, params: set[Tensor]) -> None:
         super().forget_taken(params)
-        self.bystanders = [b._replace(aside=None) if id(b.param) in params else b for b in self.bystanders]
+        self.bystanders = [b._replace(aside=None) if b.param in params else b for b in self.bystanders]
 
-    def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return `ScaledBackward.parts` for several optimizers.
+    def find_parts(self) -> None:
+        """Set `parts` for several optimizers.
 
-        Optimizers with gradients of a delayed exit come first. So if one of two optimizers that hold a parameter has
-        scaled gradients, the parameter is in the part of that optimizer.
+        If one of two optimizers that hold a parameter has scaled gradients of a delayed exit, the parameter is in the
+        part of that optimizer.
         """
         if len(self.optimizers) == 1:
-            return super().parts()
-        parts: list[tuple[Stash, GroupParams, GroupParams]] = []
-        seen: set[int] = set()
-        both = zip(self.optimizers, self.stashes, strict=True)
-        for optimizer, stash in sorted(both, key=lambda both: both[1].pending is None):
-            known = stash.masters.of_groups(optimizer.param_groups)
-            parts.append((stash, known, GroupParams([pair for pair in known.pairs if id(pair[0]) not in seen])))
-            seen.update(id(param) for param, _ in known.pairs)
-        return parts
-
-    def params(self) -> list[Tensor]:
-        return [param for param, _ in distinct_pairs(self.optimizers)]
+            super().find_parts()
+            return
+        held = [stash.masters.known(o.param_groups) for o, stash in zip(self.optimizers, self.stashes, strict=True)]
+        seen: set[Tensor] = set()
+        parts = dict[int, GroupParams]()
+        for index in sorted(range(len(held)), key=lambda index: self.stashes[index].pending is None):
+            parts[index] = held[index].without(seen)
+            seen.update(held[index].params)
+        self.parts = [part for _, part in sorted(parts.items())]
+        self.params = [param for part in self.parts for param in part.distinct_params]
 
 
 @without_grad
@@ -235,5 +234,5 @@ def _is_reached(optimizer: Any) -> bool:
     The outer body has set all earlier gradients aside, so any gradient found here is its own.
     """
     stash = known_stash(optimizer)
-    pairs = stash.masters.pairs(optimizer.param_groups)
-    return any(own_grad(p) is not None and (p is master or stash.pending is not None) for p, master in pairs)
+    known = stash.masters.known(optimizer.param_groups)
+    return bool(with_gradient(known.params if stash.pending is not None else [param for param, _ in known.own]))

@@ -64,9 +64,9 @@ def enter_wrappers(optimizer: Any) -> None:
         return
     if stash.policy.changes_nothing:
         return
-    stash.wrapped = stash.wrapped or bool(wrappers)
+    stash.passes = max(stash.passes, int(bool(wrappers)))
     for wrapper in filter(makes_two_passes, wrappers):
-        stash.two_passes = True
+        stash.passes = 2
         if isinstance(wrapper, AmpWrapper):
             continue
         stash.masters.follow(wrapper)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils import convert_parameters
 
 from amp_patch.masters.master import Master, plain_data_types
-from amp_patch.masters.masters import Link, LinkList, link_of, linked, links_of, master_of, publish, settle
+from amp_patch.masters.masters import LinkList, link_of, links_of, master_of, publish, settle
+from amp_patch.masters.record import Record
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import compiled, held_names
 from amp_patch.support.patches import Installation, Patches
@@ -78,12 +80,13 @@ def _patch(patches: Patches) -> None:
 
 def _read_data(param: Tensor) -> Tensor:
     data: Tensor = _DATA.__get__(param)
-    if link_of(param) is None or compiled.is_compiling() or data.dtype not in LOW_PRECISION:
+    record = link_of(param)
+    if record is None or compiled.is_compiling() or data.dtype not in LOW_PRECISION:
         return data
     if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):  # modes of torch look for plain tensors
         return data
     data = data.as_subclass(WeightData)
-    vars(data)["of"] = id(param)
+    vars(data)["of"] = weakref.ref(record)
     return data
 
 
@@ -93,29 +96,32 @@ def _carried(name: str) -> Callable[..., Any]:
         own, found = getattr(Tensor, name), _target(self)
         if found is None:
             return own(self, *args, **kwargs)
-        param, link = found
+        param, record = found
         settle(LinkList([found]))
         args, kwargs = cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
         with torch.no_grad():
-            result = own(link.master.data, *args, **kwargs)
+            result = own(record.master.data, *args, **kwargs)
         if result is NotImplemented:
             return result
         # As in torch, a write through `.data` does not count, also between forward and backward.
-        publish(LinkList([(param if self is param else _DATA.__get__(param), link)]))
+        publish(LinkList([(param if self is param else _DATA.__get__(param), record)]))
         return self
 
     return write
 
 
-def _target(written: Tensor) -> tuple[Tensor, Link] | None:
-    """Return the weight that `written` is, or whose `.data` it is, and its link; None if the write is not carried."""
-    found = linked(vars(written).get("of", id(written)))
-    if found is None or compiled.is_compiling():
+def _target(written: Tensor) -> tuple[Tensor, Record] | None:
+    """Return the weight that `written` is, or whose `.data` it is, and its record; None if the write is not carried."""
+    if compiled.is_compiling():
         return None
-    param = found[0]
+    of = vars(written).get("of")
+    record: Record | None = link_of(written) if of is None else of()
+    param = None if record is None else record.param()
+    if record is None or param is None or link_of(param) is not record:
+        return None
     if written is param:
-        return None if param.requires_grad and torch.is_grad_enabled() else found  # torch refuses the write
-    return found if param.dtype is written.dtype and param.is_set_to(written) else None
+        return None if param.requires_grad and torch.is_grad_enabled() else (param, record)  # torch refuses the write
+    return (param, record) if param.dtype is written.dtype and param.is_set_to(written) else None
 
 
 def _to_vector(own: Callable[..., Any], parameters: Iterable[Tensor]) -> Any:
@@ -137,6 +143,4 @@ def _from_vector(own: Callable[..., Any], vec: Tensor, parameters: Iterable[Tens
         if master is not None:
             with torch.no_grad():
                 master.data.copy_(_DATA.__get__(target))
-            link = link_of(param)
-            assert link is not None
-            publish(LinkList([(param, link)]))
+            publish(links_of([param]))

@@ -83,27 +83,27 @@ def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None
     """
     if float(given["norm_type"]) != 2.0:
         return None
-    found = {id(holder): holder for holder in holders if has_gradient(holder)}
-    masters = [holder for holder in found.values() if isinstance(holder, Master)]
-    if not masters or len(found) < sum(map(has_gradient, holders)):
+    found = list(filter(has_gradient, holders))
+    masters = [holder for holder in found if isinstance(holder, Master)]
+    if not masters or len(set(found)) < len(found):
         return None
     add_gradients(masters)
-    tables = {id(m.waiting): m.waiting for m in masters if m.waiting and id(m) in m.waiting.grads}
-    waiting = {key: table for table in tables.values() for key in table.grads}
-    if not waiting.keys() <= found.keys() or any(len(table.factors) > 1 for table in tables.values()):
-        waiting, tables = {}, {}  # only some deferred gradients are clipped, or for a second time: use FP32 ones
-    own = _gradients(holder for holder in found.values() if not isinstance(holder, Master))
-    plain = _gradients(master for master in masters if id(master) not in waiting)
-    everything = [*(g for table in tables.values() for g in table.grads.values()), *plain, *own]
+    records = [record for master in masters if (record := master.record()) is not None and record.half is not None]
+    tables: Any = list(dict.fromkeys(record.waiting for record in records))
+    if sum(len(table.records) for table in tables) > len(records) or any(len(table.factors) > 1 for table in tables):
+        tables = []  # only some deferred gradients are clipped, or for a second time: use FP32 ones
+    own = _gradients(holder for holder in found if not isinstance(holder, Master))
+    plain = _gradients(master for master in masters if not (tables and master.waits_alone()))
+    everything = [*(grad for table in tables for grad in table.grads()), *plain, *own]
     if len({g.device for g in everything}) > 1 or not all(map(_is_plain, everything)):
         return None
-    norms = [table.norm_of_each() for table in tables.values()]
+    norms = [table.norm_of_each() for table in tables]
     norms += [multi_tensor.multi_tensor_l2norm(grads, True)[1] for grads in (plain, own) if grads]
     norm = torch.linalg.vector_norm(torch.cat(norms))
     if given["error_if_nonfinite"] and not bool(norm.isfinite()):
         return None  # torch's function raises the error
     factor = (float(given["max_norm"]) / (norm + 1e-6)).clamp(max=1.0)
-    for table in tables.values():
+    for table in tables:
         table.factors.append(factor.float())
     if plain or own:
         torch._foreach_mul_([*plain, *own], factor)

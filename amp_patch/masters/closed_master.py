@@ -37,7 +37,7 @@ _DATA: Any = Tensor.data
 _raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's memory as it is
 lock = RLock()  # held while masters are opened or closed, because another thread may read them
 _constructors = Installation()
-_ATTRIBUTES = ("form", "low_half", "draw", "start", "edits", "weight", "joined", "captured")
+_ATTRIBUTES = ("form", "low_half", "draw", "start", "edits", "weight", "joined", "captured", "has_memory")
 
 # C++ code bypasses `__torch_function__`: make it raise instead of reading freed memory. Without the extension only
 # functions that request a mutable data pointer raise.
@@ -49,8 +49,6 @@ _NO_MEMORY = (
 _C: Any = multi_tensor.extension()
 _deny_memory: Any = getattr(_C, "deny_memory", lambda tensor, _: torch._C._set_throw_on_mutable_data_ptr(tensor))
 
-# id(master) -> open master.
-_open: dict[int, weakref.ref[ClosedMaster]] = {}
 used = False  # whether any master was ever closed in this process; if not, callers skip their checks
 
 
@@ -94,6 +92,7 @@ class ClosedMaster(Master):
         joined: of an open master, its version counter when the stored value was last restored into the memory. If the
             counter has changed since, the master has writes that are not stored. None during a step.
         captured: of an open master, whether its value was materialized during the capture of a CUDA graph.
+        has_memory: whether the FP32 memory is allocated and has the value.
     """
 
     form: Form | None = None
@@ -102,12 +101,12 @@ class ClosedMaster(Master):
     start = edits = 0
     weight: Callable[[], Tensor | None] = staticmethod(lambda: None)
     joined: int | None = None
-    captured = False
+    captured = has_memory = False
 
     @property
     def is_open(self) -> bool:
         """Whether the FP32 memory is allocated and has the value."""
-        return self.form is None or id(self) in _open
+        return self.form is None or self.has_memory
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -194,7 +193,6 @@ def make_whole(master: Tensor) -> None:
     """Make `master` an ordinary FP32 master, in place."""
     if isinstance(master, ClosedMaster) and is_closed(master):
         _bring_up_to_date([master])
-        _open.pop(id(master), None)
     for name in _ATTRIBUTES:
         vars(master).pop(name, None)
     master.__class__ = Master
@@ -203,12 +201,7 @@ def make_whole(master: Tensor) -> None:
 def _note_open(master: ClosedMaster) -> None:
     """Register `master` as open, with the stored value in its memory. Call it in a `_raw` block."""
     master.joined, master.captured = master._version, device_sync.is_capturing()
-    _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
-
-
-def _forget(key: int, reference: Any) -> None:
-    if _open.get(key) is reference:
-        del _open[key]
+    master.has_memory = True
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -244,8 +237,7 @@ def _bring_up_to_date(masters: Iterable[ClosedMaster]) -> None:
     behind = [master for master in masters if _stored_is_newest(master)]
     if behind:
         with lock:
-            once = {id(master): master for master in behind if _stored_is_newest(master)}
-            _outside_of_modes(_join, list(once.values()))
+            _outside_of_modes(_join, list(dict.fromkeys(filter(_stored_is_newest, behind))))
 
 
 def _stored_is_newest(master: ClosedMaster) -> bool:
@@ -336,7 +328,7 @@ def store(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     Raises:
         RuntimeError: a master was written before the capture of a CUDA graph; each replay would store that write again.
     """
-    opened = [(param, m) for param, m in pairs if isinstance(m, ClosedMaster) and id(m) in _open]
+    opened = [(param, m) for param, m in pairs if isinstance(m, ClosedMaster) and m.has_memory]
     written = [(param, master) for param, master in opened if not _stored_is_newest(master)]
     if device_sync.is_capturing() and not all(master.captured for _, master in written):
         raise RuntimeError(
@@ -356,14 +348,14 @@ def _write_all(pairs: list[tuple[Tensor, ClosedMaster]]) -> None:
 
 def _by_form(values: Iterable[Kept]) -> Iterable[tuple[Form, list[Kept]]]:
     """Group `values` by form and device, for one kernel call each; low halves get the strides of their weights."""
-    groups: dict[tuple[int, torch.device], tuple[Form, list[Kept]]] = {}
+    groups: dict[tuple[Form, torch.device], list[Kept]] = {}
     for param, master, value in values:
         form = master.form
         assert form is not None
         if master.low_half is not None:
             master.low_half = _laid_out_as(param, master.low_half)
-        groups.setdefault((id(form), param.device), (form, []))[1].append((param, master, value))
-    return groups.values()
+        groups.setdefault((form, param.device), []).append((param, master, value))
+    return [(form, group) for (form, _), group in groups.items()]
 
 
 @without_grad
@@ -379,9 +371,9 @@ def drop_joined(masters: Iterable[Tensor]) -> None:
 @without_grad
 def release(masters: Iterable[Tensor]) -> list[ClosedMaster]:
     """Free the memory of open masters; return the masters whose memory another tensor references, for `follow`."""
-    held = [m for m in masters if id(m) in _open and isinstance(m, ClosedMaster) and not _close(m)] if _open else []
+    held = [m for m in masters if isinstance(m, ClosedMaster) and m.has_memory and not _close(m)]
     for master in held:
-        _open.pop(id(master), None)
+        master.has_memory = False
     return held
 
 
@@ -396,7 +388,7 @@ def _close(master: ClosedMaster) -> bool:
             return False  # in shared memory: another process may reference it
         # Without this, a backward whose graph has saved this master would read freed memory.
         torch.autograd.graph.increment_version(master)
-        _open.pop(id(master), None)
+        master.has_memory = False
         _note_stream(master)
         if not storage.resizable():  # it was exported to a NumPy array
             _DATA.__set__(master, torch.empty_like(master, requires_grad=False))

@@ -67,7 +67,7 @@ class Aside(NamedTuple):
         return Aside(param, total, rest)
 
 
-_NONE: Mapping[int, Aside] = MappingProxyType({})
+_NONE: Mapping[Tensor, Aside] = MappingProxyType({})
 
 
 def take(param: Tensor) -> Aside | None:
@@ -95,7 +95,7 @@ def gather(
     pairs: Iterable[tuple[Tensor, Tensor]],
     inverse: Number | None,
     *,
-    aside: Mapping[int, Aside] = _NONE,
+    aside: Mapping[Tensor, Aside] = _NONE,
 ) -> FoundInf:
     """Turn scaled gradients of parameters into unscaled gradients of their masters, in one fused pass; no sync.
 
@@ -107,7 +107,7 @@ def gather(
     Args:
         pairs: (param, master), each parameter once; a parameter without a master is paired with itself.
         inverse: FP32, shape []; 1.0 for gradients that are not scaled; None for gradients that are not checked either.
-        aside: parameter's id -> the gradient that `take` removed, for parameters without a master.
+        aside: parameter -> the gradient that `take` removed, for parameters without a master.
 
     Returns:
         Per device an FP32 tensor of one element: 1.0 if a scaled gradient there was not finite. (Earlier gradients were
@@ -126,7 +126,7 @@ def gather(
                 batches[grads[0].device].own = grads
     for param, master in pairs:
         grad = own_grad(param)
-        before = aside.get(id(param)) if aside else None
+        before = aside.get(param) if aside else None
         if grad is None or (param is master and inverse is None and before is None):
             if before is not None:
                 before.give_back()
@@ -224,7 +224,7 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
         return sparse
     values = _values(param, grad)
     link = link_of(param)
-    result = torch.empty_like(values, dtype=torch.float32) if link is None else link.gradients.empty_like(values)
+    result = torch.empty_like(values, dtype=torch.float32) if link is None else link.memory.empty_like(values)
     batch.fresh.append((values, result))
     return result
 

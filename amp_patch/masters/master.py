@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import GRAD, own_grad, set_own_grad
-from amp_patch.masters.held_gradients import HalfGradients, SteppedGradients
+from amp_patch.masters.record import Record
+from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import Installation
 
 _constructor = Installation()
@@ -29,35 +30,30 @@ class Master(nn.Parameter):
     checkpoints) would never reach the model. Here `.data` is `.detach()`, which shares the master's counter, and an
     assignment to `.data` counts.
 
-    A gradient may be deferred: stored in low precision (`HalfGradients`) and materialized in FP32 when `.grad` is read.
-    After a step `.grad` returns the gradient of that step (`SteppedGradients`).
+    A gradient may be deferred: stored in low precision (`Record.half`) and materialized in FP32 when `.grad` is read.
+    After a step `.grad` returns the gradient of that step (`Record.last`).
 
     `connect` of masters.py gives a parameter this class, and `disconnect` removes it. Copies keep it; pickles contain
     plain parameters.
     """
 
-    waiting: HalfGradients | None = None  # the optimizer's deferred gradients; None: it defers none
-    stepped_grads: SteppedGradients | None = None  # the gradients of the optimizer's last step
+    record: Callable[[], Record | None] = staticmethod(lambda: None)  # a weak reference, because records hold masters
 
     @property
     def grad(self) -> Tensor | None:
-        waiting = self.waiting
-        if waiting:
-            if id(self) not in waiting.lent:
-                waiting.give(self, GRAD)
-            if (lent := waiting.lent.get(id(self))) is not None:
-                return lent
+        record = self.record()
+        if record is None:
+            return own_grad(self)
+        if record.half is not None and record.waiting is not None:
+            if record.lent is not None:
+                return record.lent
+            record.waiting.make()
         grad = own_grad(self)
-        return self.stepped_grads.read(self) if grad is None and self.stepped_grads else grad
+        return record.kept() if grad is None else grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if self.waiting:
-            self.waiting.replace(self, GRAD, value)
-        else:
-            set_own_grad(self, value)
-        if self.stepped_grads:
-            self.stepped_grads.drop(self)
+        _set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -68,16 +64,17 @@ class Master(nn.Parameter):
 
         If a backward pass through the master itself has left a gradient too, the FP32 gradient is the sum of the two.
         """
-        if self.waiting:
-            self.waiting.give(self, GRAD)
+        record = self.record()
+        if record is not None and record.half is not None and record.waiting is not None:
+            record.waiting.make()
 
     def waits_alone(self) -> bool:
         """Tell whether a deferred gradient exists, and no other gradient is to be added to it."""
-        waiting = self.waiting
-        return waiting is not None and id(self) in waiting.grads and GRAD.__get__(self) is None
+        record = self.record()
+        return record is not None and record.half is not None and GRAD.__get__(self) is None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("waiting", "stepped_grads")}
+        return {name: value for name, value in vars(self).items() if name != "record"}
 
     @property
     def data(self) -> Tensor:
@@ -93,6 +90,13 @@ class Master(nn.Parameter):
 
 
 plain_data_types.append(Master)
+
+
+@whole
+def _set_grad(master: Master, value: Tensor | None) -> None:
+    set_own_grad(master, value)  # torch refuses a value of another shape: the other gradients stay
+    if (record := master.record()) is not None:
+        record.drop()
 
 
 def take_masters() -> None:

@@ -23,9 +23,9 @@ from amp_patch.masters import closed_master
 from amp_patch.masters.closed_master import ClosedMaster, form_of, is_closed
 from amp_patch.masters.conversions import refuse_conversions
 from amp_patch.masters.grad_field import GRAD, with_gradient
-from amp_patch.masters.grad_route import GradRoute, route_through
+from amp_patch.masters.grad_route import route_through
 from amp_patch.masters.master import Master, take_masters
-from amp_patch.masters.recycled_memory import Recycled
+from amp_patch.masters.record import Record, SavedVersions
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.devices import by_device
 from amp_patch.support.patches import Installation
@@ -34,100 +34,38 @@ from amp_patch.support.tensor_content import Again, hook_swaps, release_in_swaps
 Result = TypeVar("Result")
 
 
-class PlainSavedVersion:
-    """A tensor, and its version counter at the last `save`. In C++: csrc/masters/versions.cpp."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.save()
-
-    def written(self) -> bool:
-        """Tell whether the tensor was written since the last `save`."""
-        return self.version is not None and self.tensor._version != self.version
-
-    def save(self) -> None:
-        self.version = None if self.tensor.is_inference() else self.tensor._version  # inference tensors have no counter
-
-
-class PlainSavedVersions:
-    """Several `SavedVersion`s, compared in one call; in C++ too."""
-
-    def __init__(self, versions: list[PlainSavedVersion]) -> None:
-        self.versions = versions
-
-    def written(self) -> list[int]:
-        """Return the indices of the tensors that were written."""
-        return [
-            index
-            for index, saved in enumerate(self.versions)
-            if saved.version is not None and saved.tensor._version != saved.version
-        ]
-
-    def save(self) -> None:
-        """Save the version of every tensor."""
-        for saved in self.versions:
-            saved.save()
-
-
-_C: Any = multi_tensor.extension()
-SavedVersion: Any = getattr(_C, "SavedVersion", PlainSavedVersion)
-SavedVersions: Any = getattr(_C, "SavedVersions", PlainSavedVersions)
-
-
-class Link:
-    """A parameter's master, and the state that keeps the two in sync. It does not reference the parameter.
-
-    Attributes:
-        master: FP32, with the parameter's shape.
-        version: the master's version when its value was last copied back to the parameter.
-        gradients: the memory for the master's gradients.
-        route: decides whether `param.grad` is the gradient of the master or of the parameter.
-        is_routed: whether `route` is the one that an optimizer's parameters share; False: `route` is this link's alone.
-    """
-
-    __slots__ = ("gradients", "is_routed", "master", "route", "version")
-
-    def __init__(self, master: Tensor) -> None:
-        self.master = master
-        self.version = SavedVersion(master)
-        self.gradients = Recycled()
-        self.route, self.is_routed = GradRoute(), False
-
-
 class LinkList:
-    """Parameters that have masters, with their links, in order; iteration yields (param, link).
+    """Parameters that have masters, with their records, in order; iteration yields (param, record).
 
     Attributes:
-        params, links, masters: lists of one length.
+        params, records, masters: lists of one length.
         versions: finds in one call the masters that were written since they were copied back.
     """
 
-    __slots__ = ("links", "masters", "params", "versions")
+    __slots__ = ("masters", "params", "records", "versions")
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Link]] = ()) -> None:
+    def __init__(self, pairs: Iterable[tuple[Tensor, Record]] = ()) -> None:
         pairs = list(pairs)
         self.params = [param for param, _ in pairs]
-        self.links = [link for _, link in pairs]
-        self.masters = [link.master for link in self.links]
-        self.versions = SavedVersions([link.version for link in self.links])
+        self.records = [record for _, record in pairs]
+        self.masters = [record.master for record in self.records]
+        self.versions = SavedVersions([record.version for record in self.records])
 
     def __len__(self) -> int:
-        return len(self.links)
+        return len(self.records)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Link]]:
-        return zip(self.params, self.links, strict=True)
+    def __iter__(self) -> Iterator[tuple[Tensor, Record]]:
+        return zip(self.params, self.records, strict=True)
 
-    def without(self, masters: Container[int]) -> LinkList:
-        """Return the list without the links to `masters` (ids); `self` if it has no such link."""
-        kept = [pair for pair in self if id(pair[1].master) not in masters]
+    def without(self, records: Container[Record]) -> LinkList:
+        """Return the list without `records`; `self` if it has none of them."""
+        kept = [pair for pair in self if pair[1] not in records]
         return self if len(kept) == len(self) else LinkList(kept)
 
 
-# id(parameter) -> a weak reference to it, and its link. When the parameter is freed, the callback of the reference
-# removes the entry, so that the id cannot match another object.
-_links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
+# id(parameter) -> its record. When the parameter is freed, the callback of the weak reference `record.param` removes
+# the entry, so that the id cannot match another object.
+_records: dict[int, Record] = {}
 _changes = 0  # the number of parameters that got a master, lost it, or were freed with it
 
 # Classes whose `__torch_function__` is torch's or this package's.
@@ -137,15 +75,9 @@ _FOREACH_TYPES = "_foreach_supported_types"  # torch's list of the classes that 
 _installation = Installation()
 
 
-def link_of(param: Tensor) -> Link | None:
-    """Return the link of `param` to its master; None if it has no master."""
-    return None if (entry := _links.get(id(param))) is None else entry[1]
-
-
-def linked(key: int) -> tuple[Tensor, Link] | None:
-    """Return the parameter with the id `key`, and its link; None if there is no such parameter with a master."""
-    entry = _links.get(key)
-    return None if entry is None or (param := entry[0]()) is None else (param, entry[1])
+def link_of(param: Tensor) -> Record | None:
+    """Return the record of `param`; None if it has no master."""
+    return _records.get(id(param))
 
 
 def master_of(param: Tensor) -> Tensor | None:
@@ -158,7 +90,8 @@ def has_gradient(master: Tensor) -> bool:
     """Tell whether `master`, or a parameter without one, has a gradient of any type. Does not materialize it."""
     if not isinstance(master, Master):
         return master.grad is not None
-    return bool(master.waiting and master in master.waiting) or GRAD.__get__(master) is not None
+    record = master.record()
+    return (record is not None and record.half is not None) or GRAD.__get__(master) is not None
 
 
 def add_gradients(masters: Sequence[Tensor]) -> None:
@@ -168,65 +101,60 @@ def add_gradients(masters: Sequence[Tensor]) -> None:
             master.materialize_grad()
 
 
-def connect(param: Tensor, master: Tensor) -> Link:
-    """Enter `master` (FP32, the shape of `param`) in the table as the master of `param`, and return the link."""
+def connect(param: Tensor, master: Tensor) -> Record:
+    """Make `master` (FP32, the shape of `param`) the master of `param`, and return their record."""
     global _changes
-    link = link_of(param)
-    if link is None or link.master is not master:
+    record = link_of(param)
+    if record is None or record.master is not master:
         route_through(type(param), link_of)
         refuse_conversions(link_of)
         if type(master) is nn.Parameter and _install():
             take_masters()
             master.__class__ = Master
-        link = Link(master)
-        _hold(param, link)
+        record = Record(master)
+        if isinstance(master, Master):
+            master.record = weakref.ref(record)
+        _hold(param, record)
         _changes += 1
         hook_swaps()
-    return link
+    return record
 
 
-def _hold(param: Tensor, link: Link) -> None:
+def _hold(param: Tensor, record: Record) -> None:
     key = id(param)
-    _links[key] = (weakref.ref(param, functools.partial(_forget, _links, key)), link)
+    record.param = weakref.ref(param, functools.partial(_forget, _records, key))
+    _records[key] = record
 
 
 @release_in_swaps
 def _let_go(param: Tensor) -> Again | None:
-    """Remove the entry of `param` while torch swaps the tensor's content; return the function that restores it."""
-    entry = _links.pop(id(param), None)
-    if entry is None:
+    """Remove the record of `param` while torch swaps the tensor's content; return the function that restores it."""
+    record = _records.pop(id(param), None)
+    if record is None:
         return None
-    _, link = entry
-    closed_master.weight_is(link.master, None)
+    record.param = type(None)  # frees the weak reference: torch refuses to swap a tensor that has one
+    closed_master.weight_is(record.master, None)
 
     def again() -> None:
-        _hold(param, link)
-        closed_master.weight_is(link.master, param)
+        _hold(param, record)
+        closed_master.weight_is(record.master, param)
 
-    del entry  # frees the weak reference: torch refuses to swap a tensor that has one
     return again
 
 
 def disconnect(param: Tensor) -> None:
     """Remove the master of `param`, if it has one."""
     global _changes
-    entry = _links.pop(id(param), None)
-    if entry is not None:
+    record = _records.pop(id(param), None)
+    if record is not None:
         _changes += 1
-        master = entry[1].master
+        master = record.master
         if isinstance(master, ClosedMaster):
             closed_master.make_whole(master)
         if type(master) is Master:
-            stop_waiting(master)
-            vars(master).pop("stepped_grads", None)
+            record.stop_waiting()
+            vars(master).pop("record", None)
             master.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
-def stop_waiting(master: Tensor) -> None:
-    """Make the deferred gradient of `master` FP32; take `master` out of its table, so that no more are deferred."""
-    if isinstance(master, Master):
-        master.materialize_grad()
-        vars(master).pop("waiting", None)
 
 
 def _install() -> bool:
@@ -243,8 +171,8 @@ def _install() -> bool:
 
 
 def links_of(params: Iterable[Tensor]) -> LinkList:
-    """Return the links of the `params` that have a master."""
-    return LinkList((param, link) for param in params if (link := link_of(param)) is not None)
+    """Return the records of the `params` that have a master."""
+    return LinkList((param, record) for param in params if (record := link_of(param)) is not None)
 
 
 def materialize(masters: Iterable[Tensor]) -> None:
@@ -271,7 +199,7 @@ def _at_rest(links: LinkList) -> LinkList:
     """Return `links` without the links whose master is being written by a step of another thread."""
     for claim in Claim.running:
         if claim.thread != get_ident():
-            links = links.without(set(map(id, claim.links.masters)))
+            links = links.without(set(claim.links.records))
     return links
 
 
@@ -357,14 +285,14 @@ def round_into_weights(links: LinkList) -> None:
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
 
-def publish_written(links: LinkList) -> set[int]:
-    """Publish the masters written since the last `publish`; no sync with the device. Return these masters' ids."""
+def publish_written(links: LinkList) -> set[Record]:
+    """Publish the masters written since the last `publish`; no sync with the device. Return their records."""
     if not links.versions.written():
         return set()
     with closed_master.lock:
         written = links.versions.written()  # asked again, because another thread may have published them meanwhile
-        publish(LinkList((links.params[index], links.links[index]) for index in written))
-    return {id(links.masters[index]) for index in written}
+        publish(LinkList((links.params[index], links.records[index]) for index in written))
+    return {links.records[index] for index in written}
 
 
 @without_grad
@@ -392,7 +320,7 @@ def settle(links: LinkList) -> None:
 
 
 @without_grad
-def load(param: Tensor, link: Link, value: Tensor) -> None:
+def load(param: Tensor, link: Record, value: Tensor) -> None:
     """Set a parameter and its master to the value of a checkpoint, in place; no sync with the device.
 
     If the master's form stores only the weight, the value is rounded to nearest. Stochastic rounding is for updates.
@@ -408,41 +336,41 @@ def load(param: Tensor, link: Link, value: Tensor) -> None:
 
 
 class ModelLinks:
-    """The links of one model's parameters, by id. The list is rebuilt after any parameter has got or lost a master."""
+    """The records of one model's parameters. The list is rebuilt after any parameter has got or lost a master."""
 
-    __slots__ = ("_changes", "_links", "_versions")
+    __slots__ = ("_changes", "_records", "_versions")
 
     def __init__(self) -> None:
         self._changes = -1
-        self._links: list[tuple[int, Link]] = []  # by the parameter's id
+        self._records: list[Record] = []
         self._versions: Any = None
 
     def publish_written(self, model: nn.Module) -> None:
         """Publish the masters of `model` written since the last `publish`; no sync with the device."""
         if self._changes != _changes:
             links = links_of(dict.fromkeys(model.parameters()))
-            self._links = [(id(param), link) for param, link in links]
+            self._records = links.records
             self._versions = links.versions if links else None
             self._changes = _changes
         if self._versions is None or not self._versions.written():
             return
         with closed_master.lock, torch.inference_mode(False):
             written = self._versions.written()  # asked again, because another thread may have published them meanwhile
-            known = [(_links.get(key), link) for key, link in (self._links[index] for index in written)]
-            found = [(entry[0](), link) for entry, link in known if entry is not None]
-            publish(LinkList((param, link) for param, link in found if param is not None))
+            found = [(record.param(), record) for record in (self._records[index] for index in written)]
+            publish(LinkList((param, record) for param, record in found if param is not None))
 
 
-def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, reference: weakref.ref[Tensor]) -> None:
+def _forget(records: dict[int, Record], key: int, reference: weakref.ref[Tensor]) -> None:
     global _changes
     # A parameter that was disconnected and connected again has another reference.
-    entry = entries.get(key)
-    if entry is not None and entry[0] is reference:
-        del entries[key]
+    record = records.get(key)
+    if record is not None and record.param is reference:
+        del records[key]
         _changes += 1
 
 
 def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
-    """Split `links` in two: return (param, master) of each compressed master, and the links of all other masters."""
-    closed = [(param, link.master) for param, link in links if is_closed(link.master)] if closed_master.used else []
-    return closed, links.without({id(master) for _, master in closed}) if closed else links
+    """Split `links` in two: return (param, master) of each compressed master, and the records of all other masters."""
+    closed = [(param, record) for param, record in links if is_closed(record.master)] if closed_master.used else []
+    whole = links.without({record for _, record in closed}) if closed else links
+    return [(param, record.master) for param, record in closed], whole

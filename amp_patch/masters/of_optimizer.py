@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from amp_patch.masters import carried_writes, closed_master
 from amp_patch.masters.closed_master import Form, form_of, is_closed, take_closed_masters
+from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import drop_gradients, own_grad, set_own_grad, with_gradient
-from amp_patch.masters.grad_route import GradRoute
-from amp_patch.masters.gradients import FoundInf, Groups
-from amp_patch.masters.held_gradients import Gradients, HalfGradients, SteppedGradients
+from amp_patch.masters.gradients import FoundInf, Groups, take
+from amp_patch.masters.held_gradients import HalfGradients
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import Link, LinkList, connect, link_of, master_of, settle, stop_waiting
+from amp_patch.masters.masters import LinkList, connect, link_of, master_of, settle
+from amp_patch.masters.record import Record, Route
 from amp_patch.masters.states import rekey
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
@@ -27,30 +28,38 @@ from amp_patch.support.quantized import is_quantized
 
 
 class GroupParams:
-    """The parameters in one optimizer's groups, with their masters. A parameter without a master is paired with itself.
+    """The parameters in one optimizer's groups, with their records. A parameter without a master is its own master.
 
     Attributes:
-        pairs: (param, master), in the order of the groups.
-        params, masters: the two columns of `pairs`.
+        params, records, masters: lists of one length, in the order of the groups.
+        pairs: (param, master) of each.
         distinct: `pairs`, each parameter once; distinct_params: its first column.
-        low, linked_masters: the parameters of `distinct` with a separate master, and their masters.
-        bare: the low-precision parameters of `distinct` that have no master.
+        low, linked, linked_masters: the parameters of `distinct` with a separate master, their records and masters.
+        own: the pairs of `distinct` without a separate master; bare: their low-precision parameters.
+        is_sharded: whether any parameter is a DTensor.
 
     Args:
-        parts: the ids of sharded parameters whose local shard has a master. They are not in `bare`.
+        parts: the sharded parameters whose local shard has a master. They are not in `bare`.
     """
 
-    def __init__(self, pairs: list[tuple[Tensor, Tensor]], parts: Container[int] = ()) -> None:
-        self.pairs = pairs
-        self.params = [param for param, _ in pairs]
-        self.masters = [master for _, master in pairs]
-        once = {id(param): (param, master) for param, master in pairs}
-        self.distinct = pairs if len(once) == len(pairs) else list(once.values())
-        self.distinct_params = [param for param, _ in self.distinct]
+    def __init__(self, params: list[Tensor], records: list[Record], parts: Container[Tensor] = ()) -> None:
+        self.params, self.records, self._parts = params, records, parts
+        self.masters = [record.master for record in records]
+        self.pairs = list(zip(params, self.masters, strict=True))
+        once = dict(zip(params, records, strict=True))
+        self.distinct = self.pairs if len(once) == len(params) else [(p, r.master) for p, r in once.items()]
+        self.distinct_params = params if len(once) == len(params) else list(once)
+        self.own = [pair for pair in self.distinct if pair[0] is pair[1]]
+        self.linked = [record for param, record in once.items() if param is not record.master]
         self.low = [param for param, master in self.distinct if param is not master]
-        self.linked_masters = [master for param, master in self.distinct if param is not master]
-        own = [param for param, master in self.distinct if param is master and param.dtype in LOW_PRECISION]
-        self.bare = [param for param in own if id(param) not in parts]
+        self.linked_masters = [record.master for record in self.linked]
+        self.bare = [param for param, _ in self.own if param.dtype in LOW_PRECISION and param not in parts]
+        self.is_sharded = any(map(is_dtensor, params))
+
+    def without(self, params: Container[Tensor]) -> GroupParams:
+        """Return the same without `params`."""
+        kept = [(p, record) for p, record in zip(self.params, self.records, strict=True) if p not in params]
+        return GroupParams([param for param, _ in kept], [record for _, record in kept], self._parts)
 
 
 class Part(NamedTuple):
@@ -68,38 +77,45 @@ class Part(NamedTuple):
 
 
 class Masters:
-    """The parameters of one optimizer as pairs (param, master), and the transfers between the two.
+    """The records of one optimizer's parameters, and the transfers between parameters and masters.
 
     The optimizer's groups hold the masters, in the user's order. This object stores only the way back from a master to
-    the model's parameter. Groups are arguments of the methods, so that no state here has to be synced with them.
+    the model's parameter.
 
     DTensors stay in the groups, because checkpoints look for them there; their local shards have the masters.
 
     Attributes:
-        waiting: the table of deferred low-precision gradients; None if the optimizer defers none.
-        by_master: id(master) -> the parameter and its link to this master.
-        parts: DTensor's id -> its local shard, for sharded low-precision parameters.
+        waiting: the deferred low-precision gradients; None if the optimizer defers none.
+        direct: the gradients that a running body's backward leaves on the masters themselves.
+        parts: DTensor -> its local shard, for sharded low-precision parameters.
+        aside: the records whose gradient a body has set aside (`Record.aside`).
+        strays: the records of parameters with masters that got gradients from the backward of another optimizer's loss.
+        cleared: the number of calls of the optimizer's `zero_grad`.
         found_bare: called when the groups hold low-precision parameters without masters for the first time; not copied.
     """
 
     def __init__(self) -> None:
         self.waiting: HalfGradients | None = None
+        self.direct: DirectGradients | None = None
         self.found_bare: Callable[[], None] | None = None
-        self._route = GradRoute()
-        self._stepped_grads = SteppedGradients()
-        self.parts: dict[int, Part] = {}
-        self.by_master: dict[int, tuple[Tensor, Link]] = {}
-        # In a copied optimizer: id(DTensor) -> the DTensor, and the draw of the master that `attach` will make for its
-        # shard.
-        self._draws: dict[int, tuple[Tensor, int | None]] = {}
-        self._known: GroupParams | None = None
+        self.aside: list[Record] = []
+        self.strays: list[Record] = []
+        self.cleared = 0
+        self.parts: dict[Tensor, Part] = {}
+        self._route = Route()
+        self._params: dict[Record, Tensor] = {}  # the parameters that have separate masters
+        # In a copied optimizer: DTensor -> the draw of the master that `attach` will make for its shard.
+        self._draws: dict[Tensor, int | None] = {}
+        self._known = GroupParams([], [])
+        self._is_stale = True
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool, int | None]]:
-        of_parts = {id(part.master) for part in self.parts.values()}  # a copy makes them again, from its DTensors
+        of_parts = {part.master for part in self.parts.values()}  # a copy makes them again, from its DTensors
         shards = [(part.shard, part.shard, False, getattr(part.master, "draw", None)) for part in self.parts.values()]
         return shards + [
-            (param, link.master, link.version.written(), getattr(link.master, "draw", None))
-            for param, link in self.links.without(of_parts)
+            (param, record.master, record.version.written(), getattr(record.master, "draw", None))
+            for param, record in self.links
+            if record.master not in of_parts
         ]
 
     def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
@@ -107,74 +123,119 @@ class Masters:
         for param, master, *more in pairs:
             written, draw = (*more, False, None)[:2]  # defaults for older pickles
             if param is master:
-                self._draws[id(param)] = param, draw
+                self._draws[param] = draw
                 continue
             self._add(param, master)
-            if written:  # an edit that was not copied back: without this the new link would miss it
+            if written:  # an edit that was not copied back: without this the new record would miss it
                 torch.autograd.graph.increment_version(master)
             if draw is not None:  # `keep` reads it from there
                 vars(master)["draw"] = draw
 
-    def _add(self, param: Tensor, master: Tensor) -> Link:
-        link = connect(param, master)
-        if not link.is_routed:
-            link.route, link.is_routed = self._route, True
-        if isinstance(master, Master) and master.stepped_grads is None:
-            master.stepped_grads = self._stepped_grads
-        self.by_master[id(master)] = (param, link)
+    def _add(self, param: Tensor, master: Tensor) -> Record:
+        record = connect(param, master)
+        if not record.is_routed:
+            record.route, record.is_routed = self._route, True
+        self._params[record] = param
         carried_writes.install()
         self._changed()
-        return link
+        return record
 
     def pairs(self, groups: Groups) -> Sequence[tuple[Tensor, Tensor]]:
         """Return (param, master) for every parameter in `groups`, as `of_groups`; one without a master is its own."""
         return self.of_groups(groups).pairs
 
     def of_groups(self, groups: Groups) -> GroupParams:
-        """Return the parameters in `groups` with their masters: an identity test for each if none has changed."""
+        """Return the parameters in `groups` with their records: an identity test for each if none has changed."""
+        held = self.of_some(groups)
+        if held is not self._known:
+            self._known, self._is_stale = held, False
+            if held.bare and self.found_bare is not None:
+                self.found_bare()
+        return held
+
+    def of_some(self, groups: Groups) -> GroupParams:
+        """Return as `of_groups`, also for groups that hold some of the optimizer's parameters, or others."""
         masters = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
         known = self._known
-        if known is None or len(masters) != len(known.masters) or not all(map(is_, masters, known.masters)):
-            known = self._known = GroupParams([(self.param_of(m), m) for m in masters], self.parts)
-            if known.bare and self.found_bare is not None:
-                self.found_bare()
-        return known
+        if not self._is_stale and len(masters) == len(known.masters) and all(map(is_, masters, known.masters)):
+            return known
+        found = {record.master: record for record in known.records} | self._index
+        records = [found.get(master) or Record(master) for master in masters]
+        return GroupParams([self._params.get(record, record.master) for record in records], records, self.parts)
+
+    def known(self, groups: Groups) -> GroupParams:
+        """Return the result of the last `of_groups`, unless masters were added or removed since."""
+        return self.of_groups(groups) if self._is_stale else self._known
+
+    @property
+    def known_masters(self) -> list[Tensor]:
+        return self._known.masters
 
     @cached_property
     def links(self) -> LinkList:
-        """The values of `by_master`, in the order of the groups: made once after each change of the table."""
-        return LinkList(self.by_master.values())
+        """The parameters that have masters, in the order of the groups."""
+        return LinkList((param, record) for record, param in self._params.items())
 
     @cached_property
-    def routes(self) -> list[GradRoute]:
-        """The `GradRoute`s of the parameters; several if some of the masters are shared with another optimizer."""
-        return list({id(link.route): link.route for link in self.links.links}.values())
+    def _index(self) -> dict[Tensor, Record]:
+        return {record.master: record for record in self._params}
 
     @cached_property
-    def stepped_grads(self) -> list[SteppedGradients]:
-        """The tables of the last step's gradients; several if some of the masters are shared with another optimizer."""
-        tables = (master.stepped_grads for master in self.links.masters if isinstance(master, Master))
-        return list({id(table): table for table in tables if table is not None}.values())
+    def routes(self) -> list[Route]:
+        """The `Route`s of the parameters; several if some of the masters are shared with another optimizer."""
+        return list(dict.fromkeys(record.route for record in self._params))
 
-    def spend(self, masters: list[Tensor]) -> None:
-        """Move the gradients of stepped `masters` to `stepped_grads`, where reads of `grad` find them until cleared."""
-        held = Gradients({}, (), {}) if self.waiting is None else self.waiting.hand_over(masters)
+    def spend(self, records: list[Record]) -> None:
+        """Make the gradients of stepped masters the ones of the last step, which reads of `grad` find until cleared."""
+        masters = self.links.masters if records is self.links.records else [record.master for record in records]
         for index in with_gradient(masters):
-            if (grad := own_grad(masters[index])) is not None:
-                held.fp32[id(masters[index])] = grad
+            records[index].last = own_grad(masters[index])
+        if self.waiting:
+            self.waiting.spent = self.waiting.factors
+            for record in records:
+                if record.half is not None:
+                    record.last = record.half
+            self.waiting.clear(records)
         drop_gradients(masters)
-        for table in self.stepped_grads:
-            table.hold(held)
 
-    def drop_stepped_grads(self) -> None:
-        """Free the gradients of earlier steps."""
-        for table in self.stepped_grads:
-            table.clear()
+    def drop_last(self) -> None:
+        """Free the gradients of earlier steps, and those that a body has set aside for its time."""
+        for record in self.links.records:
+            record.earlier = record.last = None
+
+    def end_direct(self) -> None:
+        """Unscale the gradients that a body's backward has left on the masters themselves; no sync."""
+        direct, self.direct = self.direct, None
+        if direct is not None:
+            direct.finish()
+
+    def set_aside(self, params: GroupParams) -> None:
+        """Set the gradients of the `params` without a master aside, for the time of a body."""
+        for param, record in zip(params.params, params.records, strict=True):
+            if param is record.master and (aside := take(param)) is not None:
+                record.aside = aside
+                self.aside.append(record)
+
+    def forget_aside(self, is_forgotten: Callable[[Tensor], bool]) -> None:
+        """Drop the gradients set aside of the parameters that `is_forgotten` selects."""
+        for record in self.aside:
+            if record.aside is not None and is_forgotten(record.aside.param):
+                record.aside = None
+        self.aside = [record for record in self.aside if record.aside is not None]
+
+    def forget_entries(self) -> None:
+        """Forget which parameters have state, because the optimizer's state was replaced."""
+        for record in self._known.records:
+            record.entries = None
+
+    def changed(self) -> None:
+        """Look at the groups again before their parameters are used."""
+        self._is_stale = True
 
     def _changed(self) -> None:
-        for name in ("links", "routes", "stepped_grads"):
+        for name in ("links", "routes", "_index"):
             vars(self).pop(name, None)
-        self._known = None
+        self._is_stale = True
 
     def keep(self, form: Form | None) -> None:
         """Convert the masters of bfloat16 parameters to this compressed form; None: all to FP32. In place; no sync."""
@@ -182,7 +243,7 @@ class Masters:
             if is_closed(master) and form_of(master) is not form:
                 closed_master.make_whole(master)
         if form is not None:
-            whole = LinkList((param, link) for param, link in self.links if not is_closed(link.master))
+            whole = self.links.without({record for record in self.links.records if is_closed(record.master)})
             closed_master.close(list(zip(whole.params, whole.masters, strict=True)), form)
             take_closed_masters()
             whole.versions.save()  # `close` has also rounded edits into the parameters that were not copied back
@@ -192,64 +253,75 @@ class Masters:
 
         Call this before masters are copied: a copy of a master alone would lack the edits of the weight.
         """
-        settle(LinkList((param, link) for param, link in self.links if not link.version.written()))
+        settle(self.links.without({record for record in self.links.records if record.version.written()}))
 
     def let_gradients_wait(self) -> None:
         """Create `waiting`, the table of deferred gradients: the optimizer's strategy takes deferred gradients."""
         if self.waiting is None:
             self.waiting = HalfGradients()
-            for _, link in self.by_master.values():
-                self._serve(link)
+            for record in self._params:
+                self._serve(record)
 
-    def _serve(self, link: Link) -> None:
-        """Register the master of `link`, so that its gradients are deferred in `waiting`.
+    def _serve(self, record: Record) -> None:
+        """Defer the gradients of the master of `record` in `waiting`.
 
         If another optimizer defers them already, or the master is not of the class `Master`, this optimizer
         defers no gradients from now on.
         """
         if self.waiting is None:
             return
-        if not isinstance(link.master, Master) or link.master.waiting not in (None, self.waiting):
+        if not isinstance(record.master, Master) or record.waiting not in (None, self.waiting):
             self.waiting.make()
             self.waiting = None
             return
-        link.master.waiting = self.waiting
-        self.waiting.serve(link.master, link.gradients)
+        record.waiting = self.waiting
 
-    def release(self) -> None:
-        """Give up the deferral of gradients, and the tables of the masters, which a newer optimizer takes over."""
+    def release(self, records: Collection[Record]) -> None:
+        """Give up the deferral of gradients if a newer optimizer takes over masters of `records`."""
+        if self._params.keys().isdisjoint(records):
+            return
         if self.waiting is not None:
-            for master in self.links.masters:
-                if getattr(master, "waiting", None) is self.waiting:
-                    stop_waiting(master)
+            attempt = Attempts()
+            self._stop_waiting(attempt)
             self.waiting = None
+            attempt.finish()
         self._changed()
 
-    def take_half(self, groups: Groups, inverse: Number | None) -> FoundInf | None:
+    def _stop_waiting(self, attempt: Attempts) -> None:
+        for record in self._params:
+            if record.waiting is self.waiting:  # another training may use the master
+                attempt(record.stop_waiting)
+
+    def take_half(self, params: GroupParams, inverse: Number | None) -> FoundInf | None:
         """Defer the scaled gradients of parameters with masters, unchanged, and check them for overflow; no sync.
 
         Args:
-            groups: the groups with the parameters.
+            params: the parameters of the optimizer.
             inverse: the inverse of the loss scale, FP32, shape []; 1.0 for gradients that are not scaled; None for
                 gradients that are not checked either.
 
         Returns:
-            As `gather`. None, with nothing changed, if the gradients of `groups` cannot be deferred.
+            As `gather`. None, with nothing changed, if the gradients cannot be deferred.
         """
-        waiting, params = self.waiting, self.of_groups(groups)
-        if waiting is None or not params.low or not waiting.take(params.low, params.linked_masters):
+        waiting = self.waiting
+        if waiting is None or not params.low or not waiting.take(params.low, params.linked, params.linked_masters):
             return None
-        if inverse is None or not waiting.grads:
+        if inverse is None or not waiting:
             return {}
         found_inf = waiting.check(inverse)
         return {found_inf.device: found_inf}
 
     def attach(
-        self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = (), *, form: Form | None = None
+        self,
+        optimizer: Any,
+        group: dict[str, Any],
+        about_to_be_cast: Collection[Tensor] = (),
+        *,
+        form: Form | None = None,
     ) -> None:
         """Put masters into one of the optimizer's groups, in place.
 
-        A parameter with its id in `about_to_be_cast` gives its FP32 storage to its master; the caller then gives the
+        A parameter of `about_to_be_cast` gives its FP32 storage to its master; the caller then gives the
         parameter a low-precision one. If a parameter is float16 or bfloat16 already, its master is the one that another
         optimizer has made, else an FP32 copy. If it is frozen without a master or gradient, or quantized, it gets none.
         The optimizer's state and an existing gradient move to the master.
@@ -260,10 +332,10 @@ class Masters:
         params = group["params"]
         for index, param in enumerate(params):
             low = param.dtype in LOW_PRECISION
-            if (id(param) not in about_to_be_cast and not low) or is_quantized(param):
+            if (not low and param not in about_to_be_cast) or is_quantized(param):
                 continue
             if form is not None and is_dtensor(param):
-                if param.requires_grad and id(param) not in self.parts:
+                if param.requires_grad and param not in self.parts:
                     self._attach_part(param, form)
                 continue
             master = master_of(param)  # another optimizer may have made it
@@ -273,12 +345,12 @@ class Masters:
             if master is None:
                 # `.data`, because a detached tensor would also share the parameter's version counter
                 master = nn.Parameter(param.data.float(), requires_grad=param.requires_grad)
-            link = self._add(param, master)
-            self._serve(link)
+            record = self._add(param, master)
+            self._serve(record)
             _replace(optimizer, params, index, master)
-            if form is not None and made and low and id(param) not in about_to_be_cast:
+            if form is not None and made and low and param not in about_to_be_cast:
                 closed_master.close([(param, master)], form, exact=True)
-                link.version.save()
+                record.version.save()
             if (grad := own_grad(param)) is not None:
                 master.grad = grad.to(master.dtype)
                 set_own_grad(param, None)
@@ -286,21 +358,21 @@ class Masters:
     def _attach_part(self, shard: Tensor, form: Form) -> None:
         param = nn.Parameter(local(shard).detach())
         master = nn.Parameter(param.detach().float())
-        link = self._add(param, master)
-        self._serve(link)
+        record = self._add(param, master)
+        self._serve(record)
         form.note_part(param, shard)
-        vars(master)["draw"] = self._draws.pop(id(shard), (shard, None))[1]
+        vars(master)["draw"] = self._draws.pop(shard, None)
         closed_master.close([(param, master)], form, exact=True)
         vars(master)["start"] = place_in_whole(shard)
-        link.version.save()
-        self.parts[id(shard)] = Part(shard, param, master)
+        record.version.save()
+        self.parts[shard] = Part(shard, param, master)
 
     def master_of_part(self, shard: Tensor) -> Tensor | None:
         """Return the master of the local tensor of the DTensor `shard`; None if it has none.
 
         If the local tensor is in other memory than before, `Part.param` is first set to that memory.
         """
-        part = self.parts.get(id(shard))
+        part = self.parts.get(shard)
         if part is None:
             return None
         if not part.param.is_set_to(here := local(shard).detach()):
@@ -310,10 +382,10 @@ class Masters:
     def exchange(self, optimizer: Any, *, shards: bool) -> None:
         """Replace DTensors in the groups by their local shards' masters; if `shards`, masters by DTensors; in place."""
         pairs = [(part.shard, part.master) for part in self.parts.values()]
-        instead = {id(master): shard for shard, master in pairs} if shards else {id(s): master for s, master in pairs}
+        instead = {master: shard for shard, master in pairs} if shards else dict(pairs)
         for group in optimizer.param_groups:
             for index, param in enumerate(group["params"]):
-                if (other := instead.get(id(param))) is not None:
+                if (other := instead.get(param)) is not None:
                     _replace(optimizer, group["params"], index, other)
 
     def detach(self, optimizer: Any) -> None:
@@ -324,22 +396,19 @@ class Masters:
         attempt = Attempts()
         for route in self.routes:
             route.to_masters = route.scaled = False
+        params = dict(zip(self.links.masters, self.links.params, strict=True))
         for group in optimizer.param_groups:
-            attempt(self._detach_group, optimizer, group)
-        for _, link in self.by_master.values():
-            if getattr(link.master, "waiting", None) is self.waiting:  # another training may use the master
-                attempt(stop_waiting, link.master)
-        self.by_master.clear()
+            attempt(self._detach_group, optimizer, group, params)
+        self._stop_waiting(attempt)
+        self._params.clear()
         self.parts.clear()
         self._changed()
         attempt.finish()
 
-    def _detach_group(self, optimizer: Any, group: dict[str, Any]) -> None:
-        params = group["params"]
-        for index, master in enumerate(params):
-            param = self.param_of(master)
-            if param is not master:
-                _replace(optimizer, params, index, param)
+    def _detach_group(self, optimizer: Any, group: dict[str, Any], params: dict[Tensor, Tensor]) -> None:
+        for index, master in enumerate(group["params"]):
+            if (param := params.get(master)) is not None:
+                _replace(optimizer, group["params"], index, param)
                 if param.dtype is master.dtype:
                     set_own_grad(param, master.grad)
                 elif link_of(param) is None and param.dtype in LOW_PRECISION and master.grad is not None:
@@ -347,18 +416,18 @@ class Masters:
 
     def follow(self, wrapper: Any) -> None:
         """Re-key the state of `wrapper`, which wraps this optimizer (SAM), from the parameters to their masters."""
-        for param, link in self.by_master.values():
-            rekey(wrapper, param, link.master)
+        for record, param in self._params.items():
+            rekey(wrapper, param, record.master)
 
     def unfollow(self, wrapper: Any) -> None:
         """Undo `follow`."""
-        for param, link in self.by_master.values():
-            rekey(wrapper, link.master, param)
+        for record, param in self._params.items():
+            rekey(wrapper, record.master, param)
 
     def param_of(self, master: Tensor) -> Tensor:
         """Return the parameter of `master`, a tensor in the groups; a parameter without a master is its own."""
-        known = self.by_master.get(id(master))
-        return master if known is None else known[0]
+        record = self._index.get(master)
+        return master if record is None else self._params[record]
 
 
 def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:
@@ -366,9 +435,7 @@ def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> N
     rekey(optimizer, old, new)
 
 
-def take_out_of_tables(link: Link) -> None:
-    """Let the next optimizer that gets the master of `link` defer its gradients; no sync."""
-    stop_waiting(link.master)
-    link.is_routed = False
-    if not getattr(link.master, "stepped_grads", None):  # else its last step's gradients can still be read
-        vars(link.master).pop("stepped_grads", None)
+def take_out_of_tables(record: Record) -> None:
+    """Let the next optimizer that gets the master of `record` defer its gradients; no sync."""
+    record.stop_waiting()
+    record.is_routed = False

@@ -87,21 +87,19 @@ class OnMasters(coded_steps.InCodes):
             super().run(step, plain)
         finally:
             for part in stash.masters.parts.values():  # the DTensors keep their gradients
-                if stash.masters.waiting is not None:
-                    stash.masters.waiting.drop(part.master)
-                set_own_grad(part.master, None)
+                part.master.grad = None
         return result
 
     def steppable(self, optimizer: Any, coder: Coder) -> PartialStep:
         stash = known_stash(optimizer)
         masters = stash.masters
-        grads: dict[int, Tensor] = {}
+        grads: dict[Tensor, Tensor] = {}
 
         def stand_in(param: Tensor) -> Tensor:
             if (master := masters.master_of_part(param)) is None:
                 return coded_shards.part_of(param)
             if has_gradient(param):
-                grads[id(master)] = _gradient(optimizer, stash, param)
+                grads[master] = _gradient(optimizer, stash, param)
             return master
 
         partial = with_stand_ins(optimizer, coder, stand_in)
@@ -114,7 +112,7 @@ ON_MASTERS = OnMasters()
 
 def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
     if not coded_shards.are_alike(shard.grad, shard):
-        name = stash.neighbours.names.get(id(shard), "a shard")
+        name = stash.names().get(shard, "a shard")
         raise RuntimeError(
             f"{base_class(optimizer).__name__}.step: the gradient of {name!r} is laid out as "
             f"{getattr(shard.grad, 'placements', None)}, the parameter as {shard.placements}, and "
@@ -124,15 +122,15 @@ def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
     return local(shard.grad)
 
 
-def _give_gradients(stash: Stash, grads: dict[int, Tensor]) -> None:
-    """Defer the BF16 gradients `grads` (by master's id) until the step, or set FP32 `.grad` if none can be deferred."""
+def _give_gradients(stash: Stash, grads: dict[Tensor, Tensor]) -> None:
+    """Defer the BF16 gradients `grads` of masters until the step, or set FP32 `.grad` if none can be deferred."""
     waiting = stash.masters.waiting
     if waiting is not None and not waiting:
-        waiting.hold(grads)
+        records = [record for record in stash.masters.links.records if record.master in grads]
+        waiting.hold(records, [grads[record.master] for record in records])
         return
-    for part in stash.masters.parts.values():
-        if (grad := grads.get(id(part.master))) is not None:
-            set_own_grad(part.master, grad.float())
+    for master, grad in grads.items():
+        set_own_grad(master, grad.float())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

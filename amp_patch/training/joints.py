@@ -68,6 +68,9 @@ class Strategy:
         """Tell whether the strategy takes deferred gradients at the optimizer's present settings; if not, log why."""
         return False
 
+    def drop(self) -> None:
+        """Forget what the strategy has noted in a body of `scale_loss` that an exception has ended."""
+
     def suits(self, optimizer: Any, stash: Any, given: bool) -> bool:
         """Tell whether the strategy can make the coming step; if not, log why. `given`: as in `Step` (step.py)."""
         raise NotImplementedError
@@ -85,11 +88,11 @@ ways: list[Strategy] = []  # an optimizer gets the first that suits its class
 
 # Surroundings ---------------------------------------------------------------------------------------------------------
 
-# Each function receives (models, policy, modules that stay FP32, ids of the parameters whose dtype will change,
+# Each function receives (models, policy, modules that stay FP32, the parameters whose dtype will change,
 # process_group). If a feature cannot work with these models, the function raises before `initialize` changes anything.
-check_models: list[Callable[[list[nn.Module], Policy, list[nn.Module], set[int], Any], None]] = []
+check_models: list[Callable[[list[nn.Module], Policy, list[nn.Module], set[Tensor], Any], None]] = []
 enter_models: list[Callable[[Any, list[nn.Module], list[Any]], None]] = []  # (training, models, targets), at the end
-retyped: list[Callable[[Collection[int]], None]] = []  # ids of the parameters whose dtype has changed
+retyped: list[Callable[[Collection[Tensor]], None]] = []  # the parameters whose dtype has changed
 unpickled: list[Callable[[], None]] = []  # masters were unpickled or copied, maybe into another process
 regrouped: list[Callable[[Any], None]] = []  # masters were put into an optimizer's groups, or taken out
 wrapped: list[Callable[[Any], None]] = []  # (optimizer): `initialize` or `scale_loss` was given it, maybe a wrapper

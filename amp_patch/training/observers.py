@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from amp_patch.masters.closed_master import drop_joined, form_of, is_closed
 from amp_patch.masters.grad_field import own_grad
+from amp_patch.masters.master import Master
 from amp_patch.masters.masters import kernel_tensors, master_of
 from amp_patch.policy import Policy
 from amp_patch.support import distributed
@@ -227,13 +228,16 @@ def stored(masters: list[Tensor]) -> list[Tensor]:
 def models_of(optimizer: Any) -> list[Any]:
     """Return the models of the optimizer's training that have parameters of this optimizer."""
     stash = stash_of(optimizer)
-    return [] if stash is None else [model for ref in stash.neighbours.models if (model := ref()) is not None]
+    if stash is None:
+        return []
+    held = set(stash.masters.of_groups(optimizer.param_groups).params)
+    return [model for model in stash.neighbours.siblings.alive_models() if not held.isdisjoint(model.parameters())]
 
 
 def body_of(optimizer: Any) -> Body | None:
     """Return the running body of `scale_loss` of this optimizer; None if there is none."""
     stash = stash_of(optimizer)
-    return None if stash is None else stash.backward.body()
+    return None if stash is None else stash.neighbours.body()
 
 
 def loss_scale_of(optimizer: Any) -> float | None:
@@ -245,7 +249,7 @@ def loss_scale_of(optimizer: Any) -> float | None:
 def has_made_gradients(optimizer: Any) -> bool:
     """Tell whether a body of `scale_loss` has made gradients for the optimizer's next step."""
     stash = stash_of(innermost(optimizer))
-    return stash is not None and stash.gathered
+    return stash is not None and stash.unscaled is not None
 
 
 def had_bodies(optimizer: Any) -> bool:
@@ -275,8 +279,9 @@ def count_skips(optimizer: Any) -> None:
 
 def gradients_of(tensors: Collection[Tensor]) -> list[Tensor]:
     """Return the gradients of parameters and masters, deferred ones too, as they are stored."""
-    waiting = {id(table): table for tensor in tensors if (table := getattr(tensor, "waiting", None))}
-    deferred = [grad for table in waiting.values() for grad in table.tensors()]
+    records = [record for tensor in tensors if isinstance(tensor, Master) and (record := tensor.record()) is not None]
+    waiting = dict.fromkeys(record.waiting for record in records if record.half is not None)
+    deferred = [grad for table in waiting if table is not None for grad in table.grads()]
     return deferred + [grad for tensor in tensors if (grad := own_grad(tensor)) is not None]
 
 
@@ -290,8 +295,8 @@ def fp32_values(
     to `initialize`, or else its place in the parameter groups as name.
     """
     stash, policy = stash_of(optimizer), policy_of(optimizer)
+    known = {} if stash is None else stash.names()
     pairs = iter(pairs_of(optimizer))
-    known = {} if stash is None else stash.neighbours.names
     for index, group in enumerate(optimizer.param_groups):
         for position, (param, master) in enumerate(next(pairs) for _ in group["params"]):
             form = form_of(master)
@@ -301,7 +306,7 @@ def fp32_values(
             if casts and param is master and not distributed.is_dtensor(param):
                 continue  # for example of a batch norm, which stays FP32 at each level
             was_closed = is_closed(master) and not master.is_open  # type: ignore[attr-defined]
-            name = names.get(id(param)) or known.get(id(param), f"group {index}, parameter {position}")
+            name = names.get(id(param)) or known.get(param, f"group {index}, parameter {position}")
             yield name, read(distributed.local(master.detach()))
             if was_closed:
                 drop_joined([master])  # at once, so that only one master is materialized at a time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -74,19 +73,20 @@ class AmpOptimizer(Generated):
         masters = stash.masters
         if at_once:  # `super().zero_grad()` would materialize each deferred gradient by a read of `.grad`
             if masters.waiting is not None:
-                masters.waiting.clear(masters.links.masters)
-            drop_gradients(masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
+                masters.waiting.clear(masters.links.records)
+            for group in self.param_groups:  # type: ignore[attr-defined]
+                drop_gradients(group["params"])
         drop_gradients(masters.links.params)
-        stash.pending = stash.backward.first_unscaled_grad = None
-        stash.gathered = False
+        stash.pending = stash.unscaled = None
         if at_once:
             stash.route_grads()
         else:
             stash.note_gathered()  # with `set_to_none=False` the masters still have gradients, of zeros
-        stash.backward.strays.clear()
-        stash.backward.cleared += 1
-        stash.backward.aside.clear()
-        masters.drop_stepped_grads()
+        masters.strays.clear()
+        masters.cleared += 1
+        if masters.aside:
+            masters.forget_aside(lambda _: True)
+        masters.drop_last()
         stash.clear_found()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -97,8 +97,8 @@ class AmpOptimizer(Generated):
         stash = stash_of(self)
         if stash is not None and stash.enabled:
             added = _new_params(param_group)
-            known = {id(param) for param, _ in stash.masters.pairs(self.param_groups)}  # type: ignore[attr-defined]
-            if any(id(p) in known for p in added):
+            known = stash.masters.of_groups(self.param_groups).params  # type: ignore[attr-defined]
+            if not set(known).isdisjoint(added):
                 raise ValueError("add_param_group: some parameters appear in more than one parameter group")
             if stash.policy.master_weights:
                 joints.tell(joints.check_group, self, stash, added)
@@ -106,6 +106,7 @@ class AmpOptimizer(Generated):
         if stash is None or not stash.enabled:
             return
         group = self.param_groups[-1]  # type: ignore[attr-defined]
+        stash.masters.changed()
         if stash.policy.patch_torch_functions and stash.policy.cast_model_type is None:
             widen(stash, group["params"])
         if stash.scales_loss:
@@ -137,8 +138,8 @@ class AmpOptimizer(Generated):
         if stash is not None:
             if stash.policy.master_weights:
                 find_by_params(self)
-            stash.neighbours.stepped.clear()  # its counts are of the state before the load
-            if stash.neighbours.owner is None:
+            stash.masters.forget_entries()
+            if stash.owner() is None:
                 enter_step(self, stash)
                 stash.neighbours.siblings.enter(self)
                 note_sharing(stash)
@@ -167,7 +168,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
 
 
 def enter_training(
-    optimizer: Any, stash: Stash, about_to_be_cast: Collection[int], mixin: type[AmpOptimizer] = AmpOptimizer
+    optimizer: Any, stash: Stash, about_to_be_cast: Collection[Tensor], mixin: type[AmpOptimizer] = AmpOptimizer
 ) -> None:
     """Give `optimizer` its generated class (with the methods of `mixin`), its stash, and masters for its parameters."""
     if stash.policy.master_weights:
@@ -225,7 +226,6 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
     If the policy has masters and a strategy takes deferred gradients, gradients are deferred from now on. Otherwise
     each exit of `scale_loss` makes them FP32.
     """
-    stash.neighbours.owner = weakref.ref(optimizer)
     joints.tell(joints.enter_optimizer, optimizer, stash)
     if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
         stash.masters.let_gradients_wait()
@@ -274,7 +274,7 @@ def state_follows_params(optimizer: Any) -> None:
     parts = {} if stash is None else stash.masters.parts  # these DTensors have FP32 masters that are in no group
 
     def follows(value: Any, param: Tensor) -> bool:
-        wanted = torch.float32 if id(param) in parts else param.dtype
+        wanted = torch.float32 if param in parts else param.dtype
         is_of_elements = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         return not is_of_elements or value.dtype is wanted
 
@@ -316,14 +316,14 @@ def widen(stash: Stash, params: Iterable[Any]) -> None:
 
     A layer or an adapter that user code added to a model after `initialize` has such parameters.
     """
-    inside = {id(p) for ref in stash.neighbours.models if (model := ref()) is not None for p in model.parameters()}
+    inside = {param for model in stash.neighbours.siblings.alive_models() for param in model.parameters()}
     low = [
         p
         for p in params
-        if id(p) in inside and p.requires_grad and p.dtype in LOW_PRECISION and not (is_quantized(p) or is_dtensor(p))
+        if p in inside and p.requires_grad and p.dtype in LOW_PRECISION and not (is_quantized(p) or is_dtensor(p))
     ]
     cast(low, torch.float32)
-    joints.tell(joints.retyped, {id(p) for p in low})
+    joints.tell(joints.retyped, set(low))
 
 
 def _new_params(param_group: Any) -> list[Tensor]:

@@ -50,7 +50,7 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
     if is_capturing and any(device_sync.waits(found_inf.device) for _, found_inf in stash.found):
         _refuse_in_capture(optimizer, may_skip)
     scalers = read_found(stash) if stash.found else []
-    if not (stash.found or stash.bodies or stash.gathered):
+    if not (stash.found or stash.bodies or stash.unscaled):
         warn_of_no_body(optimizer, stash)
     if stash.device_skips:
         stash.collect_device_skips(wait=True)
@@ -98,15 +98,12 @@ def culprits(optimizer: Any) -> str:
     stash = known_stash(optimizer)
     lines = []
     sharded = False
-    for index, group in enumerate(optimizer.param_groups):
-        for position, master in enumerate(group["params"]):
-            if master.grad is None:
-                continue
-            sharded = sharded or distributed.is_dtensor(master.grad)
-            grad = held(master.grad)  # this rank's shard: other ranks may not get here, and a collective would hang
-            if bool(torch.isfinite(grad).all()):
-                continue
-            name = stash.name_of(master, index, position)
+    for name, _, record in stash.named(optimizer.param_groups):
+        if record.master.grad is None:
+            continue
+        sharded = sharded or distributed.is_dtensor(record.master.grad)
+        grad = held(record.master.grad)  # this rank's shard: others may not get here, and a collective would hang
+        if not bool(torch.isfinite(grad).all()):
             lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
     shown = ", ".join(lines[:8]) or f"no gradient {'in the shards of this process' if sharded else 'any more'}"
     return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
@@ -131,12 +128,11 @@ def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
     The host tells torch's fused SGD that a step is the first, and the kernel then initializes the momentum. If the
     device skipped that step, the host would still treat the momentum as initialized.
     """
-    get, stepped = getattr(optimizer.state, "get_by_master", optimizer.state.get), stash.neighbours.stepped
+    get = getattr(optimizer.state, "get_by_master", optimizer.state.get)
     return all(
-        type(master) in PLAIN_TYPES and stepped.get(id(master)) == len(get(master, ()))
-        for group in optimizer.param_groups
-        for master in group["params"]
-        if has_gradient(master)
+        type(record.master) in PLAIN_TYPES and record.entries == len(get(record.master, ()))
+        for record in stash.masters.of_groups(optimizer.param_groups).records
+        if has_gradient(record.master)
     )
 
 
@@ -158,8 +154,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
     """Store for each stepped master the number of its state entries: `_knows_of_each` finds by it that it stepped."""
-    get, stepped = getattr(optimizer.state, "get_by_master", optimizer.state.get), stash.neighbours.stepped
-    for group in optimizer.param_groups:
-        for master in group["params"]:
-            if has_gradient(master):
-                stepped[id(master)] = len(get(master, ()))
+    get = getattr(optimizer.state, "get_by_master", optimizer.state.get)
+    for record in stash.masters.of_groups(optimizer.param_groups).records:
+        if has_gradient(record.master):
+            record.entries = len(get(record.master, ()))

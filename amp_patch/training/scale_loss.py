@@ -20,7 +20,7 @@ from amp_patch.training.arguments import Optimizers
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.stash import Pending, Stash, known_stash, stash_of
+from amp_patch.training.stash import ATTRIBUTE, Pending, Stash, known_stash, stash_of
 
 
 @compiled.eager_only
@@ -81,7 +81,7 @@ def scale_loss(
     targets, stashes = [], []
     for target in targets_of(optimizers):
         stash = known_stash(target)
-        if stash.enabled:
+        if stash.scalers:
             targets.append(target)
             stashes.append(stash)
     if not targets:
@@ -105,7 +105,7 @@ def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else of_class(loss)
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     for stash in stashes:
-        refuse_sharded_since(stash.neighbours.models, "scale_loss")
+        refuse_sharded_since(stash.neighbours.siblings.models, "scale_loss")
     return scaler_of(stashes[0], loss_id).to(loss.device)
 
 
@@ -126,7 +126,9 @@ def refuse_sharded_since(models: Iterable[weakref.ref[nn.Module]], caller: str) 
 
 def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     """Return the innermost optimizers, each once; raise if one did not go through `initialize`."""
-    targets: dict[int, Any] = {}
+    if ATTRIBUTE in getattr(optimizers, "__dict__", ()):  # one optimizer, without a wrapper
+        return [optimizers]
+    targets: list[Any] = []
     wrappers = []
     for optimizer in as_list(optimizers):
         target = innermost(optimizer)
@@ -136,14 +138,15 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
                 f"{caller}: this {type(target).__name__} never went through initialize(); call "
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
             )
-        targets[id(target)] = target
+        if all(target is not known for known in targets):
+            targets.append(target)
         if optimizer is not target:  # a wrapper, which may be newer than `initialize`: notify guests
             wrappers.append(optimizer)
     if not targets:
         raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer of this loss, or a list of optimizers")
     for wrapper in wrappers:
         joints.tell(joints.wrapped, wrapper)
-    return list(targets.values())
+    return targets
 
 
 def groups_of(optimizer: Any, caller: str) -> Any:

@@ -23,6 +23,7 @@ from amp_patch.masters import gradients
 from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import drop_gradients, with_gradient
 from amp_patch.masters.of_optimizer import GroupParams
+from amp_patch.masters.record import Record
 from amp_patch.model import forward as model_forward
 from amp_patch.model.type_errors import explain_types_in_body
 from amp_patch.policy import LOW_PRECISION
@@ -30,8 +31,8 @@ from amp_patch.support import distributed, fsdp
 from amp_patch.support.interrupts import whole
 from amp_patch.training import observers, slips
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import Pending, Stash, body_events, no_body
-from amp_patch.training.unscale import add, end_direct, unscale
+from amp_patch.training.stash import Pending, Stash, body_events, has_unscaled, no_body
+from amp_patch.training.unscale import add, unscale
 
 
 class _Exit:
@@ -70,8 +71,10 @@ class ScaledBackward:
         now: the scale of this body's gradients. An inner body may change the scaler's scale before this one ends.
         inverse: the factor that unscales them, as in `gather`.
         checking: whether the exit checks gradients for overflow.
-        models: id(model) -> the model and the number of calls of its `zero_grad()` before the body. A call in the body
-            must drop the gradients that `begin` set aside.
+        models: model -> the number of calls of its `zero_grad()` before the body. A call in the body must drop the
+            gradients that `begin` set aside.
+        parts: for each optimizer, in order, its parameters that no optimizer before it holds; params: all of them, each
+            once.
         begun: whether the body has begun and `close` has yet to end it.
         done: whether `delay`, `finish` or `abandon` has handled the gradients of the body.
         failed: whether an exception has ended the body.
@@ -94,10 +97,11 @@ class ScaledBackward:
         self.loss: Tensor | None = loss
         self.optimizers, self.stashes, self.scaler = optimizers, stashes, scaler
         self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
-        self.models: dict[int, tuple[nn.Module, int]] = {}
+        self.models: dict[nn.Module, int] = {}
         self.done = self.failed = False
-        # The parameters, and the indices of the parameters that had a gradient when the body began.
-        self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None
+        self.parts: list[GroupParams] = []
+        self.params: list[Tensor] = []
+        self._had_grad: Sequence[int] | None = None  # indices of the `params` that had a gradient when the body began
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
         # If the loss is scaled, hooks append the gradients of the loss, and of the scaled loss, to these two lists. At
@@ -146,8 +150,8 @@ class ScaledBackward:
                 if first and all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
                     self._others = slips.OtherBackwards()
                     self._hooks.append(self._others)
-                    masters = (master for _, _, new in self.parts() for master in new.linked_masters)
-                    self._others.watch(scaled, [*self.params(), *masters])
+                    masters = (master for new in self.parts for master in new.linked_masters)
+                    self._others.watch(scaled, [*self.params, *masters])
         else:
             scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
         self._returned = weakref.ref(scaled)
@@ -168,8 +172,8 @@ class ScaledBackward:
                     self.delay()
                 else:
                     self.finish()
-                    if self.stashes[0].backward.first_unscaled_grad is None and self._returned is not None:
-                        slips.warn_of_untrained(self._returned(), self.optimizers, self.params())
+                    if self._returned is not None and not has_unscaled(self.stashes[0]):
+                        slips.warn_of_untrained(self._returned(), self.optimizers, self.params)
         finally:
             self.close()
         if isinstance(error, RuntimeError):
@@ -185,11 +189,11 @@ class ScaledBackward:
         If the body has not used the scaled loss at all, make a later backward pass through it raise.
         """
         if of_loss := [grad for grad in self._of_loss if grad is not None]:
-            slips.refuse_unscaled(of_loss, self.scale, self.params())
+            slips.refuse_unscaled(of_loss, self.scale, self.params)
             return
         if self._returned is not None and (scaled := self._returned()) is not None:
             slips.refuse_too_late(scaled, weakref.ref(self.stashes[0]))
-        slips.warn_of_other_gradients(self.params(), () if self._had_grad is None else self._had_grad[1])
+        slips.warn_of_other_gradients(self.params, self._had_grad or ())
 
     def begin(self) -> None:
         """Begin the body: leave on the model only gradients that this backward may add to.
@@ -209,50 +213,47 @@ class ScaledBackward:
         body_events.count += 1
         self.claim_other_gradients()
         for stash in self.stashes:
-            own = stash.backward
-            own.body, own.failed = weakref.ref(self), False
+            stash.neighbours.body = weakref.ref(self)
             stash.route_grads()
-            stash.masters.drop_stepped_grads()
-            own.strays.clear()
+            stash.masters.drop_last()
+            stash.masters.strays.clear()
             stash.bodies += 1
-        parts = self.parts()
-        self._make_room(parts)
-        for stash, _, new in parts:
-            if new.linked_masters:
-                note = partial(add, stash.backward.direct_found)
-                stash.backward.direct = DirectGradients(stash.masters, new.linked_masters, self.inverse, note)
-        params = parts[0][2].distinct_params if len(parts) == 1 else self.params()
-        self._had_grad = params, with_gradient(params)
+        self.find_parts()
+        self._make_room()
+        for stash, new in zip(self.stashes, self.parts, strict=True):
+            if new.linked:
+                note = partial(add, self.now.found)
+                stash.masters.direct = DirectGradients(stash.masters.waiting, new.linked, self.inverse, note)
+        self._had_grad = with_gradient(self.params)
 
-    def _make_room(self, parts: list[tuple[Stash, GroupParams, GroupParams]]) -> None:
+    def _make_room(self) -> None:
         accumulating = []
-        for stash, held, new in parts:
+        for stash, new in zip(self.stashes, self.parts, strict=True):
             if stash.pending is None:
                 # Warn only in the first two bodies, and only if no other body was open since this optimizer's last one:
                 # the loss of another body may rightly leave such gradients.
-                if stash.bodies <= 2 and stash.backward.ended == body_events.count - 1:
+                if stash.bodies <= 2 and stash.neighbours.ended == body_events.count - 1:
                     slips.warn_of_dropped(stash, new.low)
                 drop_gradients(new.low)
-                if not stash.masters.waiting and not with_gradient(held.masters):
+                if not stash.masters.waiting and not with_gradient(stash.masters.known_masters):
                     stash.clear_found()
                 elif self.checking:
                     accumulating.append((stash, new))
                 continue
-            stash.forget_cleared(held.pairs)
+            stash.forget_cleared()
             if not stash.pending.has_scale_of(self.scaler):
                 gradients.rescale(new.distinct, self.scale / stash.pending.scale)
+                add(self.now.found, stash.pending.found)
                 stash.pending = self.now
         for stash, new in accumulating:  # after the loop above, since optimizers may share parameters
-            for param, master in new.distinct:
-                if param is master and (aside := gradients.take(param)) is not None:
-                    stash.backward.aside[id(param)] = aside
-            if stash.backward.aside:
-                self.note_models(stash)
+            stash.masters.set_aside(new)
+            if stash.masters.aside:
+                self.note_models()
 
     def prepare(self) -> None:
         """Raise if gradients of two bodies, or of two scales, would be summed. This changes nothing."""
         for stash in self.stashes:
-            if (body := stash.backward.body()) is not None and not body.end_if_left():
+            if (body := stash.neighbours.body()) is not None and not body.end_if_left():
                 raise RuntimeError(
                     "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
                     "first (gradients add up over several), or add the losses"
@@ -283,8 +284,8 @@ class ScaledBackward:
         """
         now = self.now
         if distributed.unreduced:
-            own = set(map(id, self.params()))
-            now.local = any(id(p) in own for ddp in distributed.unreduced for p in ddp.parameters())
+            own = set(self.params)
+            now.local = any(not own.isdisjoint(ddp.parameters()) for ddp in distributed.unreduced)
         for stash in self.stashes:
             around = stash.neighbours
             if around.sharded and now.scaling:
@@ -299,10 +300,12 @@ class ScaledBackward:
         """
         if self.models:
             self.forget_cleared()
-        for stash, aside in self._taken():
-            stash.backward.aside[id(aside.param)] = aside.give_back_scaled(self.scale)
+        for record in self._taken():
+            record.aside = record.aside.give_back_scaled(self.scale)
         for stash in self.stashes:
-            end_direct(stash)
+            stash.masters.end_direct()
+            if stash.pending is not None and stash.pending is not self.now:
+                add(self.now.found, stash.pending.found)
             stash.pending = self.now
         self.done = True
 
@@ -310,7 +313,7 @@ class ScaledBackward:
         """Unscale the gradients into the masters, add the gradients set aside, and record overflow on the device."""
         if self.models:
             self.forget_cleared()
-        unscale(self.optimizers, self.scaler, self.inverse)
+        unscale(self.optimizers, self.scaler, self.inverse, self.now.found)
         self.done = True
 
     def abandon(self) -> None:
@@ -323,16 +326,17 @@ class ScaledBackward:
         if self.models:
             self.forget_cleared()
         if self._had_grad is not None:
-            params, indices = self._had_grad
-            for index in set(range(len(params))).difference(indices):
-                params[index].grad = None
+            for index in set(range(len(self.params))).difference(self._had_grad):
+                self.params[index].grad = None
         for stash in self.stashes:
-            direct, stash.backward.direct = stash.backward.direct, None
+            direct, stash.masters.direct = stash.masters.direct, None
             if direct is not None:
                 direct.drop()
-        for stash, aside in self._taken():
-            aside.give_back()
-            del stash.backward.aside[id(aside.param)]
+        for record in self._taken():
+            record.aside.give_back()
+            record.aside = None
+        for stash in self.stashes:
+            stash.masters.forget_aside(lambda _: False)
 
     @whole
     def end_without_exit(self, _: Any = None) -> None:
@@ -389,49 +393,35 @@ class ScaledBackward:
         finally:
             body_events.count += 1
             for stash in self.stashes:
-                own = stash.backward
-                own.body, own.failed, own.ended = no_body, self.failed, body_events.count
+                stash.neighbours.body, stash.neighbours.ended = no_body, body_events.count
                 stash.route_grads()
+                if self.failed and stash.neighbours.strategy is not None:
+                    stash.neighbours.strategy.drop()
             self.release_other_gradients()
             self.begun = False
 
-    def note_models(self, stash: Stash) -> None:
-        """Store how often `zero_grad()` of this optimizer's models was called, for `forget_cleared`."""
-        for ref in stash.neighbours.models:
-            if (model := ref()) is not None:
-                self.models[id(model)] = model, model_forward.times_cleared(model)
+    def note_models(self) -> None:
+        """Store how often `zero_grad()` of the training's models was called, for `forget_cleared`."""
+        for model in self.stashes[0].neighbours.siblings.alive_models():
+            self.models[model] = model_forward.times_cleared(model)
 
     def forget_cleared(self) -> None:
         """Drop the set-aside gradients of models whose `zero_grad()` was called in the body."""
-        cleared = (model for model, before in self.models.values() if model_forward.times_cleared(model) != before)
-        if gone := {id(param) for model in cleared for param in model.parameters()}:
+        cleared = (model for model, before in self.models.items() if model_forward.times_cleared(model) != before)
+        gone = set[Tensor](param for model in cleared for param in model.parameters())
+        if gone:
             self.forget_taken(gone)
 
-    def forget_taken(self, params: set[int]) -> None:
-        """Drop the set-aside gradients of `params`, a set of ids, so that the exit does not restore them."""
+    def forget_taken(self, params: set[Tensor]) -> None:
+        """Drop the set-aside gradients of `params`, so that the exit does not restore them."""
         for stash in self.stashes:
-            taken = stash.backward.aside
-            stash.backward.aside = {key: aside for key, aside in taken.items() if key not in params}
+            stash.masters.forget_aside(params.__contains__)
 
-    def _taken(self) -> list[tuple[Stash, gradients.Aside]]:
-        """Return (stash, `Aside`) for each gradient that `begin` set aside and that was not restored yet."""
-        if not any(stash.backward.aside for stash in self.stashes):
-            return []
-        return [
-            (stash, stash.backward.aside[id(param)])
-            for stash, _, new in self.parts()
-            for param, _ in new.distinct
-            if stash.pending is None and id(param) in stash.backward.aside
-        ]
+    def _taken(self) -> list[Record]:
+        """Return the record of each parameter whose gradient `begin` set aside, and that was not restored yet."""
+        return [record for stash in self.stashes if stash.pending is None for record in stash.masters.aside]
 
-    def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
-        """Return one (stash, params, new) for each optimizer of the body, in order.
-
-        params: the optimizer's parameters and masters. new: the part of `params` that no optimizer before it holds.
-        """
-        known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
-        return [(self.stashes[0], known, known)]
-
-    def params(self) -> list[Tensor]:
-        """Return the parameters of the body's optimizers, each once."""
-        return self.stashes[0].masters.of_groups(self.optimizers[0].param_groups).distinct_params
+    def find_parts(self) -> None:
+        """Set `parts` and `params` from the groups of the optimizers."""
+        self.parts = [self.stashes[0].masters.known(self.optimizers[0].param_groups)]
+        self.params = self.parts[0].distinct_params

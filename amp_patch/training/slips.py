@@ -17,8 +17,10 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.reach import reach_of
 from amp_patch.support.scripts_line import frames, stacklevel
-from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.stash import Neighbours, Stash, has_unscaled, known_stash, stash_of
 
+# The optimizers about whose first gradients a warning was given, or ruled out.
+_seen = weakref.WeakSet[Neighbours]()
 _SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
 _WRITE = "write `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 
@@ -61,7 +63,7 @@ def warn_of_dropped(stash: Stash, params: list[Tensor]) -> None:
     """Warn that a body drops gradients of cast parameters that a backward pass outside of all bodies has left."""
     if not (left := with_gradient(params)):
         return
-    name = stash.neighbours.names.get(id(params[left[0]]), "a parameter of a later group")
+    name = stash.names().get(params[left[0]], "a parameter of a later group")
     warnings.warn(
         f"scale_loss: {name} has a gradient of a backward pass outside of scale_loss"
         f"{f', and so have {len(left) - 1} more' if len(left) > 1 else ''}, which is dropped; if it belongs to this "
@@ -74,7 +76,7 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
     """Warn if user code clips gradients that are still scaled: in a body, after a delayed exit, or by a GradScaler."""
     for optimizer in optimizers:
         stash = known_stash(optimizer)
-        body, pending = stash.backward.body(), stash.pending
+        body, pending = stash.neighbours.body(), stash.pending
         way = "clip between the `with` block of the last micro-batch and `optimizer.step()`"
         if body is not None and body.now.scaling:
             where = "in the body of scale_loss"
@@ -85,7 +87,7 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
         else:
             continue
         known = stash.masters.of_groups(optimizer.param_groups)
-        if not {*map(id, known.params), *map(id, known.masters)}.isdisjoint(map(id, clipped)):
+        if not {*known.params, *known.masters}.isdisjoint(clipped):
             warnings.warn(
                 f"clipping: called {where}, where the gradients are multiplied by the loss scale; {way}",
                 stacklevel=stacklevel(),
@@ -104,9 +106,9 @@ def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
     Returns:
         Whether this call has warned.
     """
-    if stash.backward.is_seen or not _is_scaled_by_scaler(optimizer, stash) or _in_scaler() is not None:
+    if stash.neighbours in _seen or not _is_scaled_by_scaler(optimizer, stash) or _in_scaler() is not None:
         return False
-    stash.backward.is_seen = True
+    _seen.add(stash.neighbours)
     warnings.warn(
         f"{base_class(optimizer).__name__}.step: a GradScaler has scaled its gradients, and has not unscaled them; "
         "write `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`",
@@ -117,7 +119,7 @@ def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
 
 def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
     """Tell whether a GradScaler that has stepped no optimizer yet has scaled the gradients of the first step."""
-    if stash.bodies or stash.gathered or stash.neighbours.has_stepped:
+    if stash.bodies or stash.unscaled or stash.neighbours.has_stepped:
         return False
     params = stash.masters.of_groups(optimizer.param_groups).distinct_params
     return bool(with_gradient(params)) and any(asks(params) for asks in of_waiting_scaler)
@@ -130,14 +132,14 @@ def _in_scaler() -> Any:
 
 def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
     """Warn once if the gradients of the optimizer's first step came from a backward pass outside of `scale_loss`."""
-    if stash.backward.is_seen or not stash.scales_loss or with_gradient(stash.masters.links.params):
+    if stash.neighbours in _seen or not stash.scales_loss or with_gradient(stash.masters.links.params):
         return  # gradients of parameters with masters: `_warn_of_ungathered` of step.py has warned of them already
     rates = [group.get("lr") for group in optimizer.param_groups]
     if all(rate == 0 for rate in rates if not getattr(rate, "is_cuda", False)):
         return  # torch.distributed.checkpoint initializes the state by such a step, with gradients of zeros
     own = [param for param, master in stash.masters.pairs(optimizer.param_groups) if param is master]
     if _in_scaler() is None and with_gradient(own):
-        stash.backward.is_seen = True
+        _seen.add(stash.neighbours)
         warnings.warn(
             f"{base_class(optimizer).__name__}.step: its gradients came through no scale_loss, so that small ones of "
             f"FP16 are lost and none was checked; {_WRITE}",
@@ -188,7 +190,7 @@ def refuse_too_late(scaled: Tensor, ref: weakref.ref[Stash]) -> None:
     """Make a backward pass through a scaled loss that its body did not use raise, unless another body is running."""
 
     def hook(grad: Tensor) -> None:
-        if (stash := ref()) is not None and stash.backward.body() is None:
+        if (stash := ref()) is not None and stash.neighbours.body() is None:
             raise RuntimeError(
                 "scale_loss: backward of the scaled loss after its with block has ended, where nothing unscales the "
                 "gradients; call scaled_loss.backward() inside the block"
@@ -203,8 +205,7 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
     If it has made gradients of inputs alone, do not warn: an attack on a frozen model needs them.
     """
     stashes = [known_stash(optimizer) for optimizer in optimizers]
-    owns = [stash.backward for stash in stashes]
-    if loss is None or any(own.is_seen or own.first_unscaled_grad for own in owns):
+    if loss is None or any(stash.neighbours in _seen or has_unscaled(stash) for stash in stashes):
         return
     if with_gradient(params) or any(stash.neighbours.sharded for stash in stashes):
         return
@@ -212,11 +213,10 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
     others = [leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter) and own_grad(leaf) is not None]
     if not others:
         return
-    for own in owns:
-        own.is_seen = True
+    _seen.update(stash.neighbours for stash in stashes)
     if leaves.keys().isdisjoint(map(id, params)):
-        names = {key: name for stash in stashes for key, name in stash.neighbours.names.items()}
-        named = [names.get(id(leaf), f"a parameter of shape {list(leaf.shape)}") for leaf in others]
+        names = stashes[0].names()
+        named = [names.get(leaf, f"a parameter of shape {list(leaf.shape)}") for leaf in others]
         held = " and ".join(base_class(optimizer).__name__ for optimizer in optimizers)
         warnings.warn(
             f"scale_loss: the loss depends on no parameter of {held}, whose step will change nothing; its gradients "
@@ -301,8 +301,8 @@ def _check_scaler(optimizer: Any, scaler: Any) -> None:
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled or any(c.__module__.startswith("amp_patch") for c in type(scaler).__mro__):
         return
-    name, first = base_class(optimizer).__name__, stash.backward.first_unscaled_grad
-    if stash.pending is not None or (first is not None and first() is not None):
+    name = base_class(optimizer).__name__
+    if stash.pending is not None or has_unscaled(stash):
         if stash.scales_loss:
             raise RuntimeError(
                 f"GradScaler.step: the gradients of this {name} came through amp.scale_loss, which scales the loss and "

@@ -13,12 +13,14 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_patch import supported
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.masters import Claim, LinkList, has_gradient, materialize, publish, publish_written, settle
+from amp_patch.masters.record import Record
 from amp_patch.support import device_sync
 from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import Generated, base_class
@@ -29,7 +31,7 @@ from amp_patch.training import joints, observers, overflow
 from amp_patch.training.arguments import ClosureAlreadyRun
 from amp_patch.training.slips import warn_of_no_scaler_step
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
-from amp_patch.training.unscale import end_direct, unscale_pending
+from amp_patch.training.unscale import unscale_pending
 
 Plain = Callable[..., Any]  # the type of the `step` that an optimizer's own class defines
 
@@ -83,7 +85,7 @@ class Step:
         self.given = bool(args or kwargs) and any(value is not None for value in (*args, *self.kwargs.values()))
         self.links = stash.masters.links
         self.skipped = self.writes = self.stepped = False
-        self.overflow: torch.Tensor | None = None
+        self.overflow: Tensor | None = None
         self.unpublished: LinkList | None = None
         self._made = self._may_skip = False
         self._no_casts: regions.region | None = None
@@ -104,7 +106,7 @@ class Step:
 
     def _begin(self) -> None:
         optimizer, stash = self.optimizer, self.stash
-        if stash.backward.body() is not None or stash.backward.other_open_bodies:
+        if stash.neighbours.body() is not None or stash.neighbours.other_bodies:
             _refuse_in_body(optimizer, stash)
         if self.args or self.kwargs:
             self._check_closure()
@@ -179,7 +181,7 @@ class Step:
         materialize(filter(has_gradient, masters))
         if (closure := self._closure()) is None:
             return
-        stepped: list[torch.Tensor] = []
+        stepped: list[Tensor] = []
 
         def followed(*args: Any, **kwargs: Any) -> Any:
             for master in stepped:  # fused kernels do not count writes: a second call would use old weights
@@ -232,7 +234,7 @@ def step_of(base: Any) -> Callable[..., Any]:
     @wraps(base.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
-        if stash is None or not stash.enabled or stash.step is not None:
+        if stash is None or not stash.scalers or stash.step is not None:
             return base.step(self, *args, **kwargs)
         prepare(self, stash, args, kwargs)
         if "_optimizer_step_pre_hooks" in vars(self):
@@ -303,7 +305,7 @@ def _within_hooks(plain: Plain) -> Plain:
     @wraps(plain)
     def within(self: Any, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
-        if stash is None or not stash.enabled or stash.step is not None or not isinstance(self, Generated):
+        if stash is None or not stash.scalers or stash.step is not None or not isinstance(self, Generated):
             return plain(self, *args, **kwargs)  # torch.compile can trace it
         return stepped(self, stash, args, kwargs)
 
@@ -325,11 +327,11 @@ def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
 
     If `step` was called with a closure, which `Step` may refuse, gradients stay scaled until `Step` unscales them.
     """
-    if stash.backward.body() is not None or stash.backward.other_open_bodies:
+    if stash.neighbours.body() is not None or stash.neighbours.other_bodies:
         _refuse_in_body(optimizer, stash)
     for check in stash.neighbours.before_step:
         check(optimizer, stash)
-    stash.masters.drop_stepped_grads()
+    stash.masters.drop_last()
     if (stash.pending is not None or stash.neighbours.sharing) and not (args or kwargs):
         unscale_pending(optimizer)
 
@@ -339,39 +341,33 @@ def consume(stash: Stash) -> None:
 
     If another optimizer of the training holds a master too, and has yet to step with its gradient, that gradient stays.
     """
-    stash.gathered, stash.backward.first_unscaled_grad = False, None
-    stash.backward.strays.clear()
+    stash.unscaled = None
+    stash.masters.strays.clear()
     stash.route_grads()
     stash.found.clear()
-    masters = stash.masters.links.masters
+    records = stash.masters.links.records
     if stash.neighbours.sharing and (awaited := _awaited_by_others(stash)):
-        masters = [master for master in masters if id(master) not in awaited]
-    stash.masters.spend(masters)
+        records = [record for record in records if record not in awaited]
+    stash.masters.spend(records)
 
 
-def _awaited_by_others(stash: Stash) -> set[int]:
-    """Return the ids of the masters that another optimizer of the training also holds, and has not stepped yet."""
-    awaited: set[int] = set()
-    for _, known in sharing(stash):
-        if known.gathered:
-            awaited.update(map(id, known.masters.links.masters))
-    return awaited
+def _awaited_by_others(stash: Stash) -> set[Record]:
+    """Return the records of masters that another optimizer of the training also holds, and has not stepped yet."""
+    awaiting = [known.masters.links.records for _, known in sharing(stash) if known.unscaled is not None]
+    return set().union(*awaiting)
 
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     """Raise if this step's gradients are scaled, unchecked or set aside until a running body of `scale_loss` ends."""
-    body, others, direct = stash.backward.body(), stash.backward.other_open_bodies, stash.backward.direct
-    away = () if direct is None else direct.earlier
-    pairs = stash.masters.pairs(optimizer.param_groups)
-    own = any(param is master for param, master in pairs)
+    body, held = stash.neighbours.body(), stash.masters.of_groups(optimizer.param_groups)
     if body is not None and body.checking:
         where = f"where its gradients are {'scaled and ' if stash.scales_loss else ''}unchecked"
-    elif any(others.values()) and (own or stash.pending is not None):
+    elif stash.neighbours.checking_body() and (held.own or stash.pending is not None):
         where = "whose backward may reach its parameters: its own gradients are away until that ends"
-    elif any(p is not m and (body or not (own_grad(p) is None or has_gradient(m) or id(m) in away)) for p, m in pairs):
+    elif (body is not None and held.linked) or any(map(_is_left, held.low, held.linked)):
         where = "where its gradients are on the low-precision parameters, not on their masters"
     else:
-        end_direct(stash)
+        stash.masters.end_direct()
         return
     if body is not None and body.end_if_left():
         return
@@ -382,27 +378,26 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     )
 
 
+def _is_left(param: Tensor, record: Record) -> bool:
+    """Tell whether the parameter has a gradient, and its master has none."""
+    return own_grad(param) is not None and not (has_gradient(record.master) or record.earlier is not None)
+
+
 def _warn_of_ungathered(optimizer: Any, stash: Stash, links: LinkList) -> None:
     """Warn of gradients on cast parameters that no exit of `scale_loss` has moved to their masters (`links`).
 
     The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
     So if a body of another optimizer has run since this one's last, a gradient on any master suppresses the warning.
     """
-    left, dropped = with_gradient(links.params), stash.backward.strays
-    if not (left or dropped):
+    left, around = with_gradient(links.params), stash.neighbours
+    if not (left or stash.masters.strays):
         return
-    strays = {id(links.masters[index]): links.params[index] for index in left}
-    strays |= {id(link.master): param for param, link in links if id(param) in dropped}
+    strays = {links.records[index] for index in left}.union(stash.masters.strays)
     # Whether a body of another optimizer is running, or has run since this optimizer's last body.
-    others = bool(stash.backward.other_open_bodies) or stash.backward.ended != body_events.count
+    others = bool(around.other_bodies) or around.ended != body_events.count
     if others and any(map(has_gradient, links.masters)):
         return
-    named = [
-        stash.neighbours.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
-        for index, group in enumerate(optimizer.param_groups)
-        for position, master in enumerate(group["params"])
-        if id(master) in strays
-    ]
+    named = [name for name, _, record in stash.named(optimizer.param_groups) if record in strays]
     if named:
         warnings.warn(
             f"{base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable
@@ -40,7 +41,6 @@ from amp_patch.training.stash import (
     Stash,
     give_stash,
     known_stash,
-    name_parameters,
     note_sharing,
     siblings,
     stash_of,
@@ -113,11 +113,12 @@ def begin_training(
     """Make and enter a training of models and innermost optimizers that are checked and in no other training."""
     scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
     trainings[:] = [training for training in trainings if training.alive()]
-    optimizers = Siblings(map(weakref.ref, targets))
-    training = Training(policy, scalers, dialect, [weakref.ref(m) for m in models], optimizers)
+    optimizers = Siblings(targets, models)
+    optimizers.process_group = process_group
+    training = Training(policy, scalers, dialect, optimizers.models, optimizers)
     trainings.append(training)
     try:
-        enter(training, models, targets, kept or [], methods, process_group)
+        enter(training, models, targets, kept or [], methods)
         observers.tell("training_begun", training)
     except BaseException:
         Attempts()(leave, models, targets)  # without `Attempts`, an error of `leave` would hide the first error
@@ -168,7 +169,7 @@ def check_arguments(
         model_tensors.check_model(model, methods)
     for target in targets:
         optimizer_side.check_optimizer(target, policy)
-    if len({id(target) for target in targets}) < len(targets):
+    if any(one is other for one, other in itertools.combinations(targets, 2)):
         raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
     model_tensors.check_methods(models, methods)
     if dialect.takes_any_type:
@@ -185,7 +186,7 @@ def check_arguments(
         if dialect.takes_any_type:
             incoming.check(model, policy, stays)
         model_tensors.check_steps(model, policy)
-    retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy)}
+    retyped = {p for model in models for p in model_tensors.not_cast_to(model, kept, policy)}
     joints.tell(joints.check_models, models, policy, kept, retyped, process_group)
     return kept
 
@@ -197,8 +198,8 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
         model for model in again if model_forward.is_copy(model) or model_tensors.not_cast_to(model, kept, policy)
     ]
     if recast:
-        params = {id(p) for model in recast for p in model.parameters()}
-        holders = [o for o in all_optimizers() if any(id(p) in params for p, _ in known_stash(o).masters.links)]
+        params = {p for model in recast for p in model.parameters()}
+        holders = [o for o in all_optimizers() if not params.isdisjoint(known_stash(o).masters.links.params)]
         leave(recast, holders, give_back=False)
     for model in again if policy.keep_buffers_fp32 else ():
         model_buffers.uncast(model)
@@ -215,21 +216,19 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
 
 def _supersede(params: list[Tensor], new: Any = None) -> None:
     """Take the masters of `params` out of the tables of earlier optimizers, alive or freed; `new` keeps its own."""
-    links = links_of(dict.fromkeys(params))
-    for link in links.links:
-        take_out_of_tables(link)
-    taken = set(map(id, links.masters))
+    records = links_of(dict.fromkeys(params)).records
+    for record in records:
+        take_out_of_tables(record)
     for optimizer in all_optimizers():
-        masters = known_stash(optimizer).masters
-        if optimizer is not new and not taken.isdisjoint(masters.by_master):
-            masters.release()
+        if optimizer is not new:
+            known_stash(optimizer).masters.release(records)
 
 
 def _supersede_by_group(optimizer: Any, stash: Stash) -> None:
     """Call `_supersede` for the newest group, without parameters that siblings of `optimizer` hold."""
-    others = [(other, known) for other, known in siblings(stash) if other is not optimizer]
-    held = {id(param) for other, known in others for param, _ in known.masters.pairs(other.param_groups)}
-    _supersede([param for param in optimizer.param_groups[-1]["params"] if id(param) not in held], optimizer)
+    others = [known.masters.of_groups(o.param_groups).params for o, known in siblings(stash) if o is not optimizer]
+    held = {param for params in others for param in params}
+    _supersede([param for param in optimizer.param_groups[-1]["params"] if param not in held], optimizer)
 
 
 joints.group_gets_masters.append(_supersede_by_group)
@@ -241,37 +240,26 @@ def enter(
     targets: list[Any],
     kept: list[nn.Module],
     methods: tuple[str, ...],
-    process_group: Any,
 ) -> None:
     """Put models and optimizers into `training`: classes, stashes, masters and casts; then patch torch."""
     policy = training.policy
     retyped = _widen(models, kept, policy)
     low = policy.cast_model_type
     params, buffers = model_tensors.to_cast(models, kept, policy) if low is not None else ([], [])
-    about_to_be_cast = {id(p) for p in params}
-    owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
-    everything = {id(p): p for model in models for p in model.parameters()}
+    about_to_be_cast = set(params)
+    held = [{p for group in target.param_groups for p in group["params"]} for target in targets]
+    owned = set[Tensor]().union(*held)
+    everything = dict.fromkeys(p for model in models for p in model.parameters())
     forms = tuple(training.scalers[0].beside.values())
     for form in forms:
-        form.number(everything.values())
-    unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
-    sharded = [(module, {id(p) for p in module.parameters()}) for module in fsdp.fsdp_modules(models)]
-    for target in targets:
-        held = {id(p) for group in target.param_groups for p in group["params"]}
-        stash = training.dialect.stash(
-            policy,
-            training.scalers,
-            neighbours=Neighbours(
-                siblings=training.optimizers,
-                models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
-                # Also FSDP modules without a parameter in any optimizer: user code may add their parameters to
-                # this optimizer later.
-                sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
-                unowned=unowned,
-                process_group=process_group,
-            ),
-        )
-        name_parameters(stash, models)
+        form.number(everything)
+    training.optimizers.unowned = [p for p in everything if p not in owned and p.requires_grad]
+    sharded = [(module, set(module.parameters())) for module in fsdp.fsdp_modules(models)]
+    for target, own in zip(targets, held, strict=True):
+        # Also FSDP modules without a parameter in any optimizer: user code may add their parameters to this optimizer.
+        around = [weakref.ref(module) for module, inside in sharded if own & inside or not owned & inside]
+        neighbours = Neighbours(siblings=training.optimizers, sharded=around)
+        stash = training.dialect.stash(policy, training.scalers, neighbours=neighbours)
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     if len(targets) > 1:
         note_sharing(known_stash(targets[0]))
@@ -318,11 +306,11 @@ def enter(
         untouched.shield()
 
 
-def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> set[int]:
+def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> set[Tensor]:
     """Cast to FP32 the weights and buffers that came in low precision and that `policy` wants in FP32.
 
     Returns:
-        The ids of the parameters that were cast.
+        The parameters that were cast.
     """
     stays = {id(p) for module in kept for p in module.parameters()}
     widened = incoming.params_to_widen(models, stays, policy)
@@ -339,7 +327,7 @@ def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> se
             policy.opt_level,
             2 * sum(param.numel() for param in widened),
         )
-    return {id(param) for param in widened}
+    return set(widened)
 
 
 def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
@@ -348,7 +336,7 @@ def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
     _disabled = True
     for target in targets:
         if stash_of(target) is None:
-            give_stash(target, dialect.stash(OPT_LEVELS["O0"], [], enabled=False))
+            give_stash(target, dialect.stash(OPT_LEVELS["O0"], []))
     observers.tell("training_begun", None)
 
 
@@ -365,8 +353,7 @@ def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True
         RuntimeError: an object cannot be restored. All others are restored before this error, which names it.
     """
     attempt = Attempts()
-    params = {id(p): p for model in models for p in model.parameters()}
-    types = {key: p.dtype for key, p in params.items()}
+    types = {p: p.dtype for model in models for p in model.parameters()}
     steps: list[tuple[Callable[[Any], None], list[Any]]] = [
         (unscale_pending, targets),
         (functools.partial(model_forward.restore, give_back=give_back), models),
@@ -376,7 +363,7 @@ def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True
     for undo, subjects in steps:
         for subject in subjects:
             attempt(_by_name, undo, subject)
-    attempt(joints.tell, joints.retyped, {key for key, p in params.items() if p.dtype is not types[key]})
+    attempt(joints.tell, joints.retyped, {p for p, dtype in types.items() if p.dtype is not dtype})
     attempt.finish()
 
 

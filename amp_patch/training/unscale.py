@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch.masters.grad_field import own_grad
-from amp_patch.masters.gradients import Aside, FoundInf, gather, held
+from amp_patch.masters.gradients import Aside, FoundInf, gather
+from amp_patch.masters.gradients import held as values_of
 from amp_patch.masters.masters import has_gradient
+from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support import distributed
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
+from amp_patch.training.stash import Stash, distinct_pairs, known_stash, no_gradient, sharing, siblings, stash_of
 
 
 def first_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
@@ -28,7 +30,9 @@ def first_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
     return None
 
 
-def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | None) -> None:
+def unscale(
+    optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | None, direct: FoundInf | None = None
+) -> None:
     """Unscale the model's gradients into their masters' FP32 gradients, and record overflow on the device; no sync.
 
     After an exception all these gradients are dropped, since some may be unscaled already without a check. The caller
@@ -37,26 +41,22 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | Non
     Args:
         optimizers: the optimizers of the gradients. A parameter that several of them hold is unscaled once.
         scaler: the scaler of the loss.
+        direct: receives the overflow flags of gradients that the backward has left on masters themselves.
         inverse: 1 / scale, FP32, shape []; 1.0 if the loss was not scaled; None if gradients are not checked either.
     """
     stashes = [known_stash(optimizer) for optimizer in optimizers]
-    pairs = distinct_pairs(optimizers)
+    held = [stash.masters.known(o.param_groups) for o, stash in zip(optimizers, stashes, strict=True)]
+    pairs = distinct_pairs(held)
     try:
-        found = _unscale(optimizers, stashes, pairs, inverse)
+        found = _unscale(stashes, held, pairs, inverse, {} if direct is None else direct)
         if inverse is not None:
-            _record(found, optimizers, stashes, pairs, scaler)
+            _record(found, stashes, held, pairs, scaler)
     except BaseException:
         drop(pairs)
         for stash in stashes:
-            stash.pending, stash.backward.aside = None, {}
+            stash.pending = None
+            stash.masters.forget_aside(lambda _: True)
         raise
-
-
-def end_direct(stash: Stash) -> None:
-    """Unscale the gradients that a body's backward has left on the masters of `stash` themselves; no sync."""
-    direct, stash.backward.direct = stash.backward.direct, None
-    if direct is not None:
-        direct.finish()
 
 
 def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -66,63 +66,69 @@ def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _unscale(
-    optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
+    stashes: list[Stash],
+    held: list[GroupParams],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    inverse: Number | None,
+    direct: FoundInf,
 ) -> FoundInf:
     """Move the gradients of `pairs` to their masters; return the overflow flag of each device, as `gather` does."""
-    aside: dict[int, Aside] = {}
+    aside: dict[Tensor, Aside] = {}
     found: FoundInf = {}
     for stash in stashes:
-        if stash.backward.direct is not None:
-            end_direct(stash)
-        if stash.backward.direct_found:
-            add(found, stash.backward.direct_found)
-            stash.backward.direct_found.clear()
+        if stash.masters.direct is not None:
+            stash.masters.end_direct()
+    add(found, direct)
+    for stash in stashes:
         if stash.pending is not None:
-            stash.forget_cleared(pairs)
-        aside.update(stash.backward.aside)
-    of_deferred, rest = _leave_in_low_precision(optimizers, stashes, pairs, inverse)
+            add(found, stash.pending.found)
+            stash.forget_cleared()
+        for record in stash.masters.aside:
+            aside[record.aside.param] = record.aside
+    of_deferred, rest = _leave_in_low_precision(stashes, held, pairs, inverse)
     add(found, of_deferred)
     if rest:
         add(found, gather(rest, inverse, aside=aside))
-    for optimizer, stash in zip(optimizers, stashes, strict=True):
+    for stash, known in zip(stashes, held, strict=True):
         stash.pending = None
-        stash.backward.aside.clear()
-        stash.gathered = True
+        if stash.masters.aside:
+            stash.masters.forget_aside(lambda _: True)
         waiting = stash.masters.waiting
         if waiting:
-            stash.backward.first_unscaled_grad = waiting.first
+            stash.unscaled = waiting.first
         else:
-            first = first_of(stash.masters.pairs(optimizer.param_groups))
-            stash.backward.first_unscaled_grad = None if first is None else TensorWeakRef(first)
+            first = first_of(known.pairs)
+            stash.unscaled = no_gradient if first is None else TensorWeakRef(first)
     return found
 
 
 def _record(
     found: FoundInf,
-    optimizers: Sequence[Any],
     stashes: list[Stash],
+    held: list[GroupParams],
     pairs: Sequence[tuple[Tensor, Tensor]],
     scaler: LossScaler,
 ) -> None:
-    """Record the overflow flags `found` for the next steps of `optimizers` and for the scaler; no sync."""
-    found = distributed.agree(found, [param for param, _ in pairs])
+    """Record the overflow flags `found` for the next steps of the optimizers and for the scaler; no sync."""
+    if len(found) != 1 or any(known.is_sharded for known in held):
+        found = distributed.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor) if len(found) != 1 else next(iter(found.values()))
     for found_inf in found.values() if len(found) > 1 else ():
         overall = torch.maximum(overall, found_inf.to(overall.device))
     overall = overall.to(scaler.scale_tensor.device)
-    groups = {id(group): group for stash in stashes if (group := stash.neighbours.process_group) is not None}
-    for group in groups.values():
-        torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
+    for group in {stash.neighbours.siblings.process_group for stash in stashes}:
+        if group is not None:
+            torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
     # A loss that overflows twice before one step skips that step once, so only its first overflow moves the scale.
-    known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
-    for optimizer, stash in zip(optimizers, stashes, strict=True):
+    earlier = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
+    for stash, known in zip(stashes, held, strict=True):
         stash.note_found(scaler, overall)
-        if stash.two_passes:
-            _move_nothing(optimizer, stash)
-        for other, its in sharing(stash):  # else `other` would step with shared gradients that have overflowed
-            if all(other is not one for one in optimizers):
+        if stash.passes > 1:
+            _move_nothing(stash, known.masters)
+        for _, its in sharing(stash):  # else the other optimizer would step with shared gradients that have overflowed
+            if all(its is not one for one in stashes):
                 its.note_found(scaler, overall)
-    scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
+    scaler.record(overall * (1 - torch.stack(earlier).amax()) if earlier else overall)
 
 
 def add(found: FoundInf, more: FoundInf) -> None:
@@ -132,7 +138,7 @@ def add(found: FoundInf, more: FoundInf) -> None:
 
 
 def _leave_in_low_precision(
-    optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
+    stashes: list[Stash], held: list[GroupParams], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
 ) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
     """Defer the gradients of each optimizer whose strategy takes deferred gradients, and check them for overflow.
 
@@ -143,27 +149,27 @@ def _leave_in_low_precision(
         The overflow flag of each device, as `gather` returns it, and the pairs whose gradients are not deferred.
     """
     found: FoundInf = {}
-    gone: set[int] = set()
-    for optimizer, stash in zip(optimizers, stashes, strict=True):
+    for stash, known in zip(stashes, held, strict=True):
         if stash.masters.waiting is None or not stash.unobserved:
             continue
-        if (of_these := stash.masters.take_half(optimizer.param_groups, inverse)) is not None:
+        if (of_these := stash.masters.take_half(known, inverse)) is not None:
             add(found, of_these)
-            gone.update(map(id, stash.masters.of_groups(optimizer.param_groups).low))
-    return found, [pair for pair in pairs if id(pair[0]) not in gone] if gone else pairs
+            # Nothing else holds these parameters (`unobserved`), and `gather` skips those without a gradient.
+            pairs = known.own if len(stashes) == 1 else pairs
+    return found, pairs
 
 
 @torch.no_grad()
-def _move_nothing(optimizer: Any, stash: Stash) -> None:
+def _move_nothing(stash: Stash, masters: list[Tensor]) -> None:
     """If a gradient overflowed, set all gradients of a two-pass optimizer (SAM) to 0; no sync.
 
     A wrapper such as SAM moves the weights by these gradients before its second pass. With NaN in the weights, the
     second pass would write NaN into the running statistics of batch norms. The step itself is skipped later.
     """
     overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
-    for _, master in stash.masters.pairs(optimizer.param_groups):
+    for master in masters:
         if master.grad is not None:
-            grad = held(master.grad)
+            grad = values_of(master.grad)
             grad.masked_fill_(overflow.to(grad.device), 0)
 
 

@@ -34,21 +34,21 @@ def watch(optimizer: Any, stash: Stash) -> None:
     Both are registered when the optimizer's groups first hold a low-precision parameter without a master: now or later.
     """
     if stash.policy.master_weights or stash.policy.patch_torch_functions:
-        stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # the whole stash would make a cycle
+        subscribe = partial(_subscribe, weakref.ref(optimizer), stash.neighbours)  # the whole stash would make a cycle
+        stash.masters.found_bare = subscribe
         if stash.masters.of_groups(optimizer.param_groups).bare:
-            _subscribe(stash.neighbours)
+            subscribe()
 
 
-_watched = weakref.WeakSet[Neighbours]()
+_watched = weakref.WeakKeyDictionary[Neighbours, weakref.ref[Any]]()
 
 
-def _subscribe(around: Neighbours) -> None:
-    _watched.add(around)
+def _subscribe(ref: weakref.ref[Any], around: Neighbours) -> None:
+    _watched[around] = ref
     if make_masters not in around.before_backward:
         around.before_backward.append(make_masters)
         around.before_step.append(refuse_thawed)
-        optimizer = None if around.owner is None else around.owner()
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer := ref(), torch.optim.Optimizer):
             around.undo += _load_in_fp32(optimizer)
 
 
@@ -108,8 +108,8 @@ def _before_load(model: nn.Module) -> None:
     At O2 and O5 they get masters. At O1 and O4 they become FP32.
     """
     inside = set(map(id, model.parameters()))
-    for around in list(_watched):
-        optimizer: Any = None if around.owner is None else around.owner()
+    for ref in list(_watched.values()):
+        optimizer: Any = ref()
         if (stash := enabled_stash(optimizer)) is None:
             continue
         bare = stash.masters.of_groups(optimizer.param_groups).bare
@@ -143,7 +143,7 @@ def refuse_thawed(optimizer: Any, stash: Stash) -> None:
     if thawed is None:
         return
     way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
-    name = stash.neighbours.names.get(id(thawed), "of a later group")
+    name = stash.names().get(thawed, "of a later group")
     verb = "requires" if thawed.requires_grad else "has"
     raise RuntimeError(
         f"{base_class(optimizer).__name__}: parameter {name!r} came "
@@ -175,12 +175,12 @@ def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any
             frozen[:] = [ref for ref in frozen if (param := ref()) is not None and not param.requires_grad]
             unowned = in_none(found)
             thawed.extend(unowned)
-            stash.neighbours.unowned += unowned
+            stash.neighbours.siblings.unowned += unowned
 
     def warn(optimizer: Any, stash: Stash) -> None:
         if found := in_none([param for param in thawed if own_grad(param) is not None]):
             thawed.clear()
-            _warn_of_thawed(optimizer, [stash.neighbours.names.get(id(param), "?") for param in found])
+            _warn_of_thawed(optimizer, [stash.names().get(param, "?") for param in found])
 
     own = _held(targets)
     every: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}

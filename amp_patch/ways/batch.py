@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.masters.masters import kernel_tensors
+from amp_patch.masters.record import Record
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
 
@@ -21,7 +22,7 @@ class NotKnown(Exception):
     """The error for a setting or state that the kernels do not support: the optimizer's own code makes the step."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Batch:
     """Parameters of one group that one kernel call steps. Their gradients have one dtype; all or none are scaled.
 
@@ -31,6 +32,7 @@ class Batch:
         masters: the tensors of the group: FP32 masters, or parameters without a separate master.
         grads: the gradients: in low precision and still scaled, or FP32.
         weights: the model's weights, which receive the rounded results; empty if no parameter has a separate master.
+        records: the records of the weights.
         first_run: whether the momentum buffers do not exist yet.
         stepped: the tensors that the kernel writes for the masters (`kernel_tensors`).
         seed, draws, starts: the arguments of stochastic rounding, if `stepped` are BF16 weights.
@@ -41,6 +43,7 @@ class Batch:
     masters: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     first_run: bool = False
     stepped: list[Tensor] = field(default_factory=list)
     seed: int = 0

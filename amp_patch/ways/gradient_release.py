@@ -14,6 +14,7 @@ other backward are left to `optimizer.step()`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ from amp_patch.masters import clipping
 from amp_patch.masters.grad_field import drop_gradients, own_grad
 from amp_patch.masters.gradients import gather
 from amp_patch.masters.held_gradients import HalfGradients
-from amp_patch.masters.masters import Link, LinkList, has_gradient, link_of, master_of, publish
+from amp_patch.masters.masters import LinkList, has_gradient, link_of, links_of, publish
+from amp_patch.masters.record import Record
 from amp_patch.policy import Policy, boolean
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
@@ -52,8 +54,6 @@ _BACKWARD_OF_FUNCTION = BackwardCFunction.apply.__code__
 # from the parameter that fills it.
 TOGETHER = 2**16
 
-# id -> parameter or master, for all that are stepped in backward.
-_released: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 _releases: weakref.WeakSet[_Release] = weakref.WeakSet()  # all that have not ended; an optimizer's may outlive it
 
 
@@ -77,7 +77,7 @@ def check(wanted: Any, _: Any, optimizers: Sequence[Any], targets: Sequence[Any]
             f"initialize: gradient_release=True contradicts opt_level {policy.opt_level!r} with loss_scale="
             f"{policy.loss_scale} and skip_nonfinite={policy.skip_nonfinite}, which {why}; use O4 or O5 without these"
         )
-    held: set[int] = set()
+    held: set[Tensor] = set()
     for optimizer, target in zip(optimizers, targets, strict=True):
         name = type(target).__name__
         if optimizer is not target:
@@ -97,21 +97,20 @@ def check(wanted: Any, _: Any, optimizers: Sequence[Any], targets: Sequence[Any]
                 f"initialize: gradient_release=True is not for this {name}, which cannot step one parameter without "
                 f"the others: {reason}; leave gradient_release out"
             )
-        if held & set(map(id, params)):
+        if not held.isdisjoint(params):
             raise ValueError(
                 "initialize: gradient_release=True is not for parameters of two optimizers, which both want the "
                 "gradient; leave it out"
             )
-        held.update(map(id, params))
+        held.update(params)
     return True
 
 
 def _supersede(targets: Sequence[Any]) -> None:
     """End the releases of earlier optimizers, alive or freed, whose parameters `targets` hold."""
-    pairs = (pair for target in targets for pair in known_stash(target).masters.pairs(target.param_groups))
-    held = {id(tensor) for pair in pairs for tensor in pair if _is_released(tensor)}
+    held = {param for target in targets for param in known_stash(target).masters.of_groups(target.param_groups).params}
     for release in list(_releases):
-        if not release.known.isdisjoint(held):
+        if not held.isdisjoint(release.alive()):
             release.remove()
 
 
@@ -131,6 +130,21 @@ def enter(targets: Sequence[Any], wanted: bool) -> None:
         around.undo += [optimizer.register_step_post_hook(release.end).remove, release.remove]
 
 
+class _Place:
+    """What a release notes of one parameter, without a reference to it.
+
+    Attributes:
+        group: the index of its group at the beginning of the body; None if it is in no group any more.
+        reached: whether its gradient came since the last `step()`.
+    """
+
+    __slots__ = ("group", "reached")
+
+    def __init__(self) -> None:
+        self.group: int | None = None
+        self.reached = False
+
+
 class _Release(Strategy):
     """Gradient release of one optimizer: its steps in backward, and the strategy of `step()`. `remove` ends it."""
 
@@ -141,26 +155,24 @@ class _Release(Strategy):
         self._ready: list[tuple[int, Tensor]] = []  # the queue: (index of the group, parameter)
         self._elements = 0  # number of elements in `_ready`
         self._task = -1  # autograd's id of the backward whose end is to call `_step_ready`
-        self._reached: set[int] = set()  # ids of parameters whose gradients came since the last `step()`
-        self._groups: dict[int, int] = {}  # id(master) -> index of its group at the beginning of the body
         self._handles: list[Any] = []
-        self.known: set[int] = set()  # the keys in `_released`
+        self._places: list[tuple[weakref.ref[Tensor], _Place]] = []  # of the parameters that are stepped in backward
         _releases.add(self)
-        masters = known_stash(optimizer).masters
-        for group in optimizer.param_groups:
-            for master in group["params"]:
-                param = masters.param_of(master)
-                if param.requires_grad:
-                    self._handles.append(param.register_post_accumulate_grad_hook(self._gradient_is_whole))
-                    _released.update({id(tensor): tensor for tensor in (param, master)})
-                    self.known |= {id(param), id(master)}
+        for param in known_stash(optimizer).masters.of_groups(optimizer.param_groups).distinct_params:
+            if param.requires_grad:
+                place = _Place()
+                hook = functools.partial(self._gradient_is_whole, place)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                self._places.append((weakref.ref(param), place))
+
+    def alive(self) -> list[Tensor]:
+        """Return the parameters that are stepped in backward."""
+        return [param for ref, _ in self._places if (param := ref()) is not None]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         _releases.discard(self)
-        for key in self.known:
-            _released.pop(key, None)
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
         if stash is not None:
@@ -170,22 +182,28 @@ class _Release(Strategy):
 
     def begin(self, optimizer: Any, stash: Stash) -> None:
         """Before a `scale_loss`: save the groups, and raise if the loss would add to gradients already stepped."""
-        if stash.backward.failed:
-            self.end()  # the last body raised, and user code dropped this batch
-        if self._reached:
+        if reached := sum(place.reached for _, place in self._places):
             raise RuntimeError(
-                f"scale_loss: gradient_release=True has stepped {len(self._reached)} parameters of this "
+                f"scale_loss: gradient_release=True has stepped {reached} parameters of this "
                 f"{base_class(optimizer).__name__} in a backward since its last step(): gradients of several losses, "
                 "or micro-batches, cannot add up; call optimizer.step() after each backward, or leave "
                 "gradient_release out"
             )
-        groups = enumerate(optimizer.param_groups)
-        self._groups = {id(master): index for index, group in groups for master in group["params"]}
+        params = iter(stash.masters.of_groups(optimizer.param_groups).params)
+        groups: dict[Any, int] = {
+            next(params): index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]
+        }
+        for ref, place in self._places:
+            place.group = groups.get(ref())
 
     def end(self, *_: Any) -> None:
-        """Clear the records of which parameters this iteration has stepped; called after `step()`."""
+        """Forget which parameters this iteration has stepped; called after `step()`."""
+        self.drop()
+
+    def drop(self) -> None:
         self._ready, self._elements = [], 0
-        self._reached.clear()
+        for _, place in self._places:
+            place.reached = False
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         return True
@@ -195,24 +213,22 @@ class _Release(Strategy):
 
         A sync of the stepped masters too would cost a pass over all weights.
         """
-        reached = {id(link.master): link.master for param, link in step.links if id(param) in self._reached}
-        step.links = step.links.without({key for key, master in reached.items() if not has_gradient(master)})
+        reached = links_of(param for ref, place in self._places if place.reached and (param := ref()) is not None)
+        step.links = step.links.without({record for record in reached.records if not has_gradient(record.master)})
         return suiting(type(step.optimizer).strategy, step, trusted=is_untouched(plain)).run(step, plain)
 
     @whole
-    def _gradient_is_whole(self, param: Tensor) -> None:
+    def _gradient_is_whole(self, place: _Place, param: Tensor) -> None:
         """Queue `param`, whose gradient autograd has just completed; step the queue if it has `TOGETHER` elements."""
         optimizer = self._optimizer()
         stash = None if optimizer is None else stash_of(optimizer)
-        if stash is None or (body := stash.backward.body()) is None or (grad := own_grad(param)) is None:
+        if stash is None or (body := stash.neighbours.body()) is None or (grad := own_grad(param)) is None:
             return
-        master = master_of(param)
-        index = self._groups.get(id(param if master is None else master))
-        if index is None:
+        if place.group is None:
             return  # user code has removed the parameter from the groups
-        self._refuse(stash, body, param, grad)
-        self._reached.add(id(param))
-        self._ready.append((index, param))
+        self._refuse(stash, body, param, grad, place)
+        place.reached = True
+        self._ready.append((place.group, param))
         self._elements += param.numel()
         if self._elements >= TOGETHER or (task := torch._C._current_graph_task_id()) < 0:
             self._step_ready()
@@ -229,14 +245,14 @@ class _Release(Strategy):
         if ready and optimizer is not None and stash is not None:
             step_some(optimizer, stash, ready)
 
-    def _refuse(self, stash: Stash, body: Body, param: Tensor, grad: Tensor) -> None:
+    def _refuse(self, stash: Stash, body: Body, param: Tensor, grad: Tensor, place: _Place) -> None:
         """Raise, before any write, if the gradient may be incomplete or is not usable for a step."""
         if _is_nested():
             why = (
                 "gets a gradient in a backward within backward, which may be a part of its gradient (a checkpoint with "
                 "use_reentrant=True): call checkpoint with use_reentrant=False"
             )
-        elif id(param) in self._reached:
+        elif place.reached:
             why = "has had a gradient in this backward before, which is stepped already (two passes of one graph)"
         elif stash.step is not None:
             why = f"gets a gradient in a closure of step(): {supported.reason('gradient_release', 'a closure')}"
@@ -253,7 +269,7 @@ class _Release(Strategy):
             why = "gets a gradient that other processes add theirs to"
         else:
             return
-        name = stash.neighbours.names.get(id(param), "a parameter")
+        name = stash.names().get(param, "a parameter")
         raise RuntimeError(
             f"backward: with gradient_release=True {name} {why}; leave gradient_release out of initialize()"
         )
@@ -278,12 +294,12 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]]) -> 
     """
     waiting = stash.masters.waiting
     pairs: list[tuple[Tensor, Tensor]] = []
-    linked: list[tuple[Tensor, Link]] = []
+    linked: list[tuple[Tensor, Record]] = []
     by_group: dict[int, list[Tensor]] = {}
     for index, param in ready:
-        if (link := link_of(param)) is not None:
-            linked.append((param, link))
-        master = param if link is None else link.master
+        if (record := link_of(param)) is not None:
+            linked.append((param, record))
+        master = param if record is None else record.master
         pairs.append((param, master))
         by_group.setdefault(index, []).append(master)
     partial = PartialStep(optimizer, [(optimizer.param_groups[index], masters) for index, masters in by_group.items()])
@@ -300,39 +316,39 @@ def step_some(optimizer: Any, stash: Stash, ready: list[tuple[int, Tensor]]) -> 
             publish(step.unpublished)
     finally:
         if waiting is not None:
-            waiting.clear([link.master for _, link in linked])
+            waiting.clear([record for _, record in linked])
         drop_gradients([tensor for pair in pairs for tensor in pair])
 
 
-def _let_wait(linked: list[tuple[Tensor, Link]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:
+def _let_wait(linked: list[tuple[Tensor, Record]], waiting: HalfGradients | None) -> list[tuple[Tensor, Tensor]]:
     """Defer the low-precision gradients that can be deferred; return the pairs (param, master) of all others.
 
     `HalfGradients.take` is not used, because it refuses a gradient that is referenced elsewhere. In a hook autograd
     references each gradient too, but does not write it.
     """
     if waiting is None or waiting:
-        return [(param, link.master) for param, link in linked]
-    half, others = {}, []
-    for param, link in linked:
+        return [(param, record.master) for param, record in linked]
+    records, grads, others = list[Record](), list[Tensor](), []
+    for param, record in linked:
         grad = own_grad(param)
         if grad is not None and grad.dtype is param.dtype and grad.stride() == param.stride():
-            half[id(link.master)] = grad
+            records.append(record)
+            grads.append(grad)
         else:
-            others.append((param, link.master))
-    waiting.hold(half)
+            others.append((param, record.master))
+    waiting.hold(records, grads)
     return others
 
 
-def _is_released(param: Tensor) -> bool:
-    return _released.get(id(param)) is param
-
-
 def _refuse_clipping(params: list[Tensor]) -> None:
-    if any(map(_is_released, params)):
-        raise RuntimeError(
-            "clip_grad: with gradient_release=True parameters are stepped in backward, before all gradients are there "
-            "to be clipped; leave gradient_release out of initialize()"
-        )
+    clipped = set(params)
+    for release in _releases:
+        released = release.alive()
+        if not (clipped.isdisjoint(released) and clipped.isdisjoint(links_of(released).masters)):
+            raise RuntimeError(
+                "clip_grad: with gradient_release=True parameters are stepped in backward, before all gradients are "
+                "there to be clipped; leave gradient_release out of initialize()"
+            )
 
 
 def _has_other_processes() -> bool:

@@ -288,16 +288,14 @@ def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain
     left = without_materialized(masters, partial(_run_kernels, step, batches))
     others = None
     if left or sum([len(batch.weights) for batch in batches]) < len(links.params):
-        refused = set(map(id, left))
-        others = links.without({id(m) for b in batches if b.weights and id(b) not in refused for m in b.masters})
+        others = links.without({record for batch in batches if batch not in left for record in batch.records})
         settle(others)
     if not left:
         for group, count in zip(optimizer.param_groups, counted, strict=False):
             group["step"] = count
         done(step)
         return
-    by_master = step.stash.masters.by_master
-    step.unpublished = LinkList(by_master[id(m)] for batch in left if batch.weights for m in batch.masters)
+    step.unpublished = LinkList(pair for batch in left for pair in zip(batch.weights, batch.records, strict=True))
     _step_with_torch(optimizer, left, plain)
     done(step, others)
 
@@ -305,7 +303,7 @@ def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain
 def done(step: Step, left: LinkList | None = None) -> None:
     """Record that the step is made, and that all weights except those of `left` are in sync with their masters."""
     step.stepped = True
-    links = step.links if left is None else step.links.without(set(map(id, left.masters)))
+    links = step.links if left is None else step.links.without(set(left.records))
     links.versions.save()
 
 
@@ -349,30 +347,31 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
     waiting = stash.masters.waiting
     if waiting:
         add_gradients(stash.masters.links.masters)
-    half = {} if waiting is None else waiting.grads
     factors = [] if waiting is None else waiting.factors
-    link_of, made = stash.masters.by_master, []
+    held, made, start = stash.masters.of_some(optimizer.param_groups), list[Batch](), 0
     for group in optimizer.param_groups:
-        keys = list(map(id, group["params"]))
-        if keys and all(map(half.__contains__, keys)):  # the usual case
-            grads, weights = list(map(half.__getitem__, keys)), [link_of[key][0] for key in keys]
-            made += _by_age(optimizer, kind(group, factors, list(group["params"]), grads, weights))
+        end = start + len(group["params"])
+        params, records = held.params[start:end], held.records[start:end]
+        start = end
+        grads = [record.half for record in records if record.half is not None]
+        if grads and len(grads) == len(records):  # the usual case
+            made += _by_age(optimizer, kind(group, factors, list(group["params"]), grads, params, records))
             continue
         batches: dict[tuple[Any, ...], Batch] = {}
-        for master in group["params"]:
-            linked = link_of.get(id(master))
-            waits = linked is not None and id(master) in half
-            grad = half[id(master)] if waits else master.grad
+        for param, record in zip(params, records, strict=True):
+            waits, master = record.half is not None, record.master
+            grad = record.half if waits else master.grad
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
                 raise NotKnown  # sparse: torch's own step takes it or raises, before any parameter is stepped
-            which = (waits, linked is None, grad.device)
+            which = (waits, param is master, grad.device)
             batch = batches.setdefault(which, kind(group, factors if waits else ()))
             batch.masters.append(master)
             batch.grads.append(grad)
-            if linked is not None:
-                batch.weights.append(linked[0])
+            if param is not master:
+                batch.weights.append(param)
+                batch.records.append(record)
         for batch in batches.values():
             made += _by_age(optimizer, batch)
     return made
@@ -390,8 +389,8 @@ def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
     for first_run in set(fresh):
         chosen = [is_fresh is first_run for is_fresh in fresh]
         masters, grads = list(compress(batch.masters, chosen)), list(compress(batch.grads, chosen))
-        weights = list(compress(batch.weights, chosen))
-        made.append(type(batch)(batch.group, batch.factors, masters, grads, weights, first_run=first_run).ready())
+        weights, records = list(compress(batch.weights, chosen)), list(compress(batch.records, chosen))
+        made.append(type(batch)(batch.group, batch.factors, masters, grads, weights, records, first_run).ready())
     return made
 
 

@@ -91,11 +91,14 @@ class Written:
 
     def __init__(self) -> None:
         self._attributes: dict[str, Any] | None = None
-        self._settings: dict[int, Group] = {}  # by id(group)
+        self._settings: list[tuple[Group, Group]] = []  # (group, settings)
+
+    def _of(self, group: Group) -> Group | None:
+        return next((settings for known, settings in self._settings if known is group), None)
 
     def has(self, group: Group) -> bool:
         """Return whether `note` has received a partial step with this group."""
-        return id(group) in self._settings
+        return self._of(group) is not None
 
     def note(self, partial: PartialStep) -> None:
         """Collect the settings and attributes that `partial` has written.
@@ -107,8 +110,9 @@ class Written:
         self._refuse_if_different(optimizer, self._attributes, attributes, "optimizer")
         for group, after in zip(partial.groups, partial.shell.param_groups, strict=True):
             settings = changed(group, after, NOT_SETTINGS)
-            self._refuse_if_different(optimizer, self._settings.get(id(group)), settings, "group")
-            self._settings[id(group)] = settings
+            self._refuse_if_different(optimizer, earlier := self._of(group), settings, "group")
+            if earlier is None:
+                self._settings.append((group, settings))
         self._attributes = attributes
 
     @staticmethod
@@ -127,7 +131,7 @@ class Written:
     def write_back(self, optimizer: Any) -> None:
         """Write the collected settings and attributes into the optimizer and its groups."""
         for group in optimizer.param_groups:
-            group.update(self._settings.get(id(group), {}))
+            group.update(self._of(group) or {})
         vars(optimizer).update(self._attributes or {})
 
 

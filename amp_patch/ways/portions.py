@@ -26,6 +26,7 @@ from torch import Tensor
 from amp_patch.masters.held_gradients import can_wait, room_for
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, materialize, round_into_weights, settle
+from amp_patch.masters.record import Record
 from amp_patch.policy import Policy
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
@@ -160,8 +161,8 @@ class InPortions(Strategy):
         return is_sound(optimizer)
 
     def run(self, step: Step, plain: Plain) -> Any:
-        portions = list(_portions(step.optimizer))
-        if not portions or not all(_is_dense(m, self.devices) for _, masters in portions for m in masters):
+        portions = list(_portions(step.optimizer, step.stash))
+        if not portions or not all(_is_dense(m, self.devices) for portion in portions for m in portion.masters):
             return WHOLE.run(step, plain)  # portions are verified for dense gradients only
         _settle_others(step, portions)
         _step_each(step, portions, plain)
@@ -172,49 +173,66 @@ class InPortions(Strategy):
 IN_PORTIONS = InPortions()
 
 
+class _Portion:
+    """Parameters of one group that have a gradient, with their records."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.pairs: list[tuple[Tensor, Record]] = []
+        self.size = 0  # elements
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return [record.master for _, record in self.pairs]
+
+    def links(self) -> LinkList:
+        """Return the parameters that have a separate master."""
+        return LinkList((param, record) for param, record in self.pairs if param is not record.master)
+
+
 @without_grad
-def _settle_others(step: Step, portions: list[tuple[Group, list[Tensor]]]) -> None:
+def _settle_others(step: Step, portions: list[_Portion]) -> None:
     """Sync masters and weights that are in no portion (they have no gradient) after edits by user code."""
-    settle(step.links.without({id(master) for _, masters in portions for master in masters}))
+    settle(step.links.without({record for portion in portions for _, record in portion.pairs}))
 
 
 @without_grad
-def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Plain) -> None:
-    masters_of = step.stash.masters
-    waiting, link_of = masters_of.waiting, masters_of.by_master
-    room = max(sum(map(room_for, masters)) for _, masters in portions)
+def _step_each(step: Step, portions: list[_Portion], plain: Plain) -> None:
+    waiting = step.stash.masters.waiting
+    room = max(sum(map(room_for, portion.masters)) for portion in portions)
     with per_parameter.stepping(step.optimizer, plain) as step_some:
-        for group, masters in portions:
-            links = LinkList(pair for master in masters if (pair := link_of.get(id(master))) is not None)
+        for portion in portions:
+            links, masters = portion.links(), portion.masters
             settle(links)
             try:
                 if waiting is not None:
-                    waiting.lend(masters, room)
+                    waiting.lend(links.records, room)
                 step.writes = True  # until the first portion runs, written masters are user edits
                 materialize(masters)
-                step_some(group, masters)
+                step_some(portion.group, masters)
             finally:
-                if waiting is not None:
-                    waiting.lent = {}
+                for record in links.records:
+                    record.lent = None
             round_into_weights(links)
 
 
-def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
-    """Yield portions (group, masters with a gradient), in order: up to `PORTION` elements, or one larger master."""
+def _portions(optimizer: Any, stash: Stash) -> Iterator[_Portion]:
+    """Yield portions, in order: up to `PORTION` elements, or one larger master."""
+    held = stash.masters.of_some(optimizer.param_groups)
+    pairs = zip(held.params, held.records, strict=True)
     for group in optimizer.param_groups:
-        masters: list[Tensor] = []
-        size = 0
-        for master in group["params"]:
-            if not has_gradient(master):
+        portion = _Portion(group)
+        for param, record in (next(pairs) for _ in group["params"]):
+            if not has_gradient(record.master):
                 continue
-            count = master.numel()
-            if masters and size + count > PORTION:
-                yield group, masters
-                masters, size = [], 0
-            masters.append(master)
-            size += count
-        if masters:
-            yield group, masters
+            count = record.master.numel()
+            if portion.pairs and portion.size + count > PORTION:
+                yield portion
+                portion = _Portion(group)
+            portion.pairs.append((param, record))
+            portion.size += count
+        if portion.pairs:
+            yield portion
 
 
 def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:

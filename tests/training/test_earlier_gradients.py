@@ -164,7 +164,7 @@ def test_an_exception_in_the_body_brings_the_earlier_gradient_back_to_the_bit(ki
     assert param.grad is grad
     torch.testing.assert_close(param.grad, before, rtol=0, atol=0, equal_nan=True)
     assert [found.item() for _, found in optimizer._amp_stash.found] == [float(bad)]
-    assert not optimizer._amp_stash.backward.aside
+    assert not optimizer._amp_stash.masters.aside
 
 
 @pytest.mark.parametrize("accumulates", ["in one buffer", "apart"])

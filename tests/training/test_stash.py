@@ -14,7 +14,7 @@ from training import backward
 from amp_patch import amp
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import BackwardState, Neighbours, OfThisProcess, Stash
+from amp_patch.training.stash import Neighbours, OfThisProcess, Stash
 
 
 @dataclass
@@ -35,16 +35,16 @@ def duplicate(stash, way):
 @pytest.mark.parametrize("way", ["copy", "pickle"])
 def test_all_that_is_declared_to_be_of_this_process_begins_afresh(way):
     scaler = LossScaler(128.0, min_loss_scale=1.0, max_loss_scale=2.0**24)
-    stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, wrapped=True, outlives="yes", note=_Note("here"))
-    stash.backward.body, stash.backward.ended, stash.backward.aside = lambda: None, 5, {1: None}
+    stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, passes=1, outlives="yes", note=_Note("here"))
     stash.step = lambda: None  # as while a step is running
-    stash.neighbours.names, stash.neighbours.undo = {1: "weight"}, [lambda: None]  # which nothing can pickle
+    stash.neighbours.body, stash.neighbours.ended = (lambda: None), 5
+    stash.neighbours.undo = [lambda: None]  # which nothing can pickle
     twin = duplicate(stash, way)
-    assert (twin.backward, twin.step, twin.note) == (BackwardState(), None, _Note())
+    assert (twin.step, twin.note) == (None, _Note())
     assert vars(twin.neighbours) == vars(Neighbours())
-    assert (twin.bodies, twin.wrapped, twin.outlives, twin.scalers[0].loss_scale()) == (3, True, "yes", 128.0)
+    assert (twin.bodies, twin.passes, twin.outlives, twin.scalers[0].loss_scale()) == (3, 1, "yes", 128.0)
     assert vars(twin).keys() == {part.name for part in fields(_Extended)}
-    assert stash.note.text == "here" and stash.backward.body and stash.neighbours.names == {1: "weight"}
+    assert stash.note.text == "here" and stash.neighbours.ended == 5
 
 
 @pytest.mark.parametrize("way", ["copy", "pickle"])
@@ -56,8 +56,8 @@ def test_an_optimizer_between_backward_and_step_is_copied_with_what_outlives_it(
     stash = optimizer._amp_stash
     copied = duplicate(optimizer, way)
     twin = copied._amp_stash
-    assert stash.backward.first_unscaled_grad is not None and twin.backward.first_unscaled_grad is None
-    assert twin.gathered and twin.bodies == 1 and len(twin.found) == 1
-    assert twin.neighbours.owner() is copied
+    assert stash.unscaled() is not None and twin.unscaled() is None
+    assert twin.bodies == 1 and len(twin.found) == 1
+    assert twin.owner() is copied
     assert [ref() for ref in twin.neighbours.siblings] == [copied]
-    assert not twin.neighbours.names and len(stash.neighbours.names) == 1
+    assert not twin.names() and list(stash.names().values()) == ["weight"]

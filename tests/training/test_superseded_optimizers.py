@@ -49,7 +49,7 @@ def seen_in(model, optimizer, kernels):
         optimizer.zero_grad()
         backward(loss_of(model, step), optimizer)
         waiting = optimizer._amp_stash.masters.waiting
-        seen.append(sum(grad.nbytes for grad in waiting.tensors()) if waiting else 0)
+        seen.append(sum(grad.nbytes for grad in waiting.grads()) if waiting else 0)
         kernels.clear()
         optimizer.step()
         seen += [opened(optimizer), list(kernels)]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from amp_patch import policy
-from amp_patch.masters.gradients import take
 from amp_patch.masters.masters import publish
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.training import optimizer as optimizer_side
@@ -102,7 +101,7 @@ class AmpOptimizerState(Stash):
 
         A parameter may be its own master.
         """
-        optimizer = None if self.neighbours.owner is None else self.neighbours.owner()
+        optimizer = self.owner()
         groups = [] if optimizer is None else optimizer.param_groups
         return [[pair for pair in self.masters.pairs([group]) if pair[0].requires_grad] for group in groups]
 
@@ -137,12 +136,12 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         """Take all gradients off the model before a backward pass; `_post_amp_backward` adds them again."""
         self._amp_lazy_init()
         stash = self._amp_stash
-        stash.backward.aside.clear()
+        stash.masters.forget_aside(lambda _: True)
         for route in stash.masters.routes:
             route.to_masters, route.scaled = False, True
-        for param, master in stash.masters.pairs(self.param_groups):
-            if param is master and (aside := take(param)) is not None:
-                stash.backward.aside[id(param)] = aside
+        held = stash.masters.of_groups(self.param_groups)
+        stash.masters.set_aside(held)
+        for param in held.params:
             param.grad = None
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
