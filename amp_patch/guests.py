@@ -10,9 +10,9 @@ from amp_patch.policy import SPLIT, STOCHASTIC
 from amp_patch.storage import coded_steps, compressed_states, rounded_shards
 from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
-from amp_patch.training import joints
+from amp_patch.training import joints, observers
 from amp_patch.training.joints import Option
-from amp_patch.watch import left_out, thawed
+from amp_patch.watch import left_out, scaler_events, thawed
 from amp_patch.ways import gradient_release, per_parameter, portions
 from amp_patch.ways.one_pass import IN_ONE_PASS
 from amp_patch.ways.portions import IN_PORTIONS
@@ -33,6 +33,7 @@ def enter() -> None:
     joints.retyped += [ddp.reduce_anew]
     register_module_module_registration_hook(ddp.note_ddp)
     joints.unpickled += [ddp.install]
+    observers.installers += [scaler_events.install]
     joints.regrouped += [zero_redundancy.repartition]
     joints.wrapped += [wrappers.enter_wrappers]
     joints.shared_backward += [SharedBackward]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp_patch.masters import gradients
-from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import drop_gradients, with_gradient
+from amp_patch.masters.held_gradients import DirectGradients
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.masters.record import Record
 from amp_patch.support import distributed

@@ -25,7 +25,7 @@ from amp_patch.masters.conversions import refuse_conversions
 from amp_patch.masters.grad_field import GRAD, with_gradient
 from amp_patch.masters.grad_route import route_through
 from amp_patch.masters.master import Master, take_masters
-from amp_patch.masters.record import Record, SavedVersions
+from amp_patch.masters.record import Record, SavedVersion, SavedVersions
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.devices import by_device
 from amp_patch.support.patches import Installation
@@ -112,6 +112,7 @@ def connect(param: Tensor, master: Tensor) -> Record:
             take_masters()
             master.__class__ = Master
         record = Record(master)
+        record.version = SavedVersion(master)
         if isinstance(master, Master):
             master.record = weakref.ref(record)
         _hold(param, record)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from amp_patch.masters import carried_writes, closed_master
 from amp_patch.masters.closed_master import Form, form_of, is_closed, take_closed_masters
-from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import drop_gradients, own_grad, set_own_grad, with_gradient
 from amp_patch.masters.gradients import FoundInf, Groups, take
-from amp_patch.masters.held_gradients import HalfGradients
+from amp_patch.masters.held_gradients import DirectGradients, HalfGradients
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import LinkList, connect, link_of, master_of, settle
 from amp_patch.masters.record import Record, Route

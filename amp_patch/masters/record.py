@@ -87,7 +87,7 @@ class Record:
     Attributes:
         master: FP32, with the parameter's shape; the parameter itself if it has no separate master.
         param: returns the parameter of a separate master, or None if it was freed.
-        version: the master's version when its value was last copied back to the parameter.
+        version: a separate master's version when its value was last copied back to the parameter.
         memory: the memory for the master's FP32 gradients.
         route: decides whether `param.grad` is the gradient of the master or of the parameter.
         is_routed: whether `route` is the one that an optimizer's parameters share; False: `route` is this record's.
@@ -110,7 +110,7 @@ class Record:
     def __init__(self, master: Tensor) -> None:
         self.master = master
         self.param: Callable[[], Tensor | None] = type(None)
-        self.version = SavedVersion(master)
+        self.version: Any = None  # a `SavedVersion` of a parameter would make torch refuse to swap the parameter
         self.memory = Recycled()
         self.route, self.is_routed = Route(), False
         self.waiting: Deferring | None = None

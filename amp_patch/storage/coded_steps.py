@@ -116,9 +116,9 @@ class CodedBatch(Batch):
         return list(map(self.getter(name), [optimizer.state[master] for master in self.masters]))
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def extra(self) -> dict[str, Any]:
         names = ("momentum_buffer",) if "momentum_buffer" in self.scales else ("exp_avg", "exp_avg_sq")
-        return super().settings | {"scales": [self.scales[name] for name in names if name in self.scales]}
+        return {"scales": [self.scales[name] for name in names if name in self.scales]}
 
 
 class CodedOnePass(one_pass.InOnePass):

@@ -6,14 +6,12 @@ optimizer's stash.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch.masters.closed_master import drop_joined, form_of, is_closed
@@ -23,7 +21,6 @@ from amp_patch.masters.masters import kernel_tensors, master_of
 from amp_patch.policy import Policy
 from amp_patch.support import distributed
 from amp_patch.support.compiled import not_traced
-from amp_patch.support.generated_class import subclasses
 from amp_patch.support.patches import Patches
 from amp_patch.training.innermost import innermost
 from amp_patch.training.stash import Body, enabled_stash, stash_of
@@ -76,35 +73,40 @@ class Observer:
 
 
 _lock = threading.Lock()
-_observers: list[Observer] = []
+present: list[Observer] = []
 _hooks: list[Any] = []  # the handles of torch's global step hooks, while there are observers
+
+
+_patches = Patches()
+installers: list[Callable[[Patches], None]] = []  # patch other code so that it calls `tell`, while there are observers
 
 
 def add(observer: Observer) -> None:
     """Register `observer`, whose methods are then called at each event."""
     with _lock:
-        if not _observers:
+        if not present:
             # torch calls these global hooks around an optimizer's own.
             _hooks.append(register_optimizer_step_pre_hook(_step_begins))
             _hooks.append(register_optimizer_step_post_hook(_step_ends))
-            _tell_of_scalers()
-        _observers.append(observer)
+            for install in installers:
+                install(_patches)
+        present.append(observer)
 
 
 def remove(observer: Observer) -> None:
     """Stop notifying `observer`. If it was the last observer, remove the hooks and patches."""
     with _lock:
-        _observers.remove(observer)
-        if not _observers:
+        present.remove(observer)
+        if not present:
             _patches.remove()
-        while _hooks and not _observers:
+        while _hooks and not present:
             _hooks.pop().remove()
 
 
 def tell(what: str, *args: Any) -> None:
     """Call the method named `what` of all observers; raise their first error after the last call."""
     failure: BaseException | None = None
-    for observer in tuple(_observers):
+    for observer in tuple(present):
         try:
             getattr(observer, what)(*args)
         except BaseException as error:
@@ -121,80 +123,6 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
 @not_traced
 def _step_ends(optimizer: Any, *_: Any) -> None:
     tell("step_ends", optimizer)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# GradScalers
-#
-# While there are observers, `scale`, `unscale_` and `step` of `torch.amp.GradScaler` are replaced by functions that
-# notify them. Overrides in subclasses are replaced too: `torch.cuda.amp.GradScaler`, FSDP's, amp_patch's, and the ones
-# that Lightning and accelerate define. A call inside another call notifies no observer.
-
-
-_patches = Patches()
-
-
-class _Thread(threading.local):
-    inside = False  # whether a scaler's method is running on this thread
-
-
-_thread = _Thread()
-
-
-def _tell_of_scalers() -> None:
-    """Make GradScalers notify the observers, until `_patches.remove()`. The caller holds `_lock`."""
-    tellers = {"scale": _scaling, "unscale_": _unscaling, "step": _stepping}
-    for owner in subclasses(torch.amp.GradScaler):
-        for name, told in tellers.items():
-            if name in vars(owner):
-                _patches.set(owner, name, _outermost(vars(owner)[name], told))
-
-
-def _outermost(original: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method that replaces `original`: it calls `told`, which notifies observers and calls `original`.
-
-    In a nested call, or if the scaler is disabled, it calls only `original`.
-    """
-
-    @functools.wraps(original)
-    def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or _thread.inside or not scaler.is_enabled():
-            return original(scaler, *args, **kwargs)
-        _thread.inside = True
-        try:
-            return told(functools.partial(original, scaler), scaler, *args, **kwargs)
-        finally:
-            _thread.inside = False
-
-    return call
-
-
-def _scaling(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
-    scaled = original(outputs)
-    if isinstance(scaled, Tensor) and scaled is not outputs:
-        tell("loss_given_to_scaler", scaler, outputs, scaled, vars(scaler)["_scale"].clone())
-    return scaled
-
-
-def _unscaling(original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
-    tell("scaler_unscales", scaler, optimizer)
-    try:
-        return original(optimizer)
-    finally:
-        tell("scaler_unscaled", scaler, optimizer)
-
-
-def _stepping(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    skipped: Tensor | None = None
-    tell("scaler_steps", scaler, optimizer)
-    try:
-        result = original(optimizer, *args, **kwargs)
-        found = [*scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
-        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
-        skipped = sum((each.to(found[0].device) for each in found[1:]), found[0].clone()) if found else nothing
-        return result
-    finally:
-        tell("scaler_stepped", scaler, optimizer, skipped)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from amp_patch.casts import regions
 from amp_patch.masters import gradients
-from amp_patch.masters.direct_gradients import DirectGradients
 from amp_patch.masters.grad_field import drop_gradients, with_gradient
+from amp_patch.masters.held_gradients import DirectGradients
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.masters.record import Record
 from amp_patch.model import forward as model_forward
@@ -139,7 +139,8 @@ class ScaledBackward:
         self._casts.__enter__()
         loss, self.loss = self.loss, None  # without this, `self` would keep the graph of the loss alive
         assert loss is not None
-        observers.tell("loss_scaled", self, loss)
+        if observers.present:
+            observers.tell("loss_scaled", self, loss)
         if self.now.scaling:
             scaled = (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
             if scaled.requires_grad:  # hooks that are builtins cost no Python frame
@@ -207,7 +208,8 @@ class ScaledBackward:
         backward, and `finish` adds it.
         """
         self._announced = True
-        observers.tell("body_begins", self)
+        if observers.present:
+            observers.tell("body_begins", self)
         self.prepare()
         self.begun = True
         body_events.count += 1
@@ -371,7 +373,8 @@ class ScaledBackward:
             self.with_statement = None  # its callback references `self`
             if self._announced:
                 self._announced = False
-                observers.tell("body_ends", self)
+                if observers.present:
+                    observers.tell("body_ends", self)
 
     def _leave_casts(self) -> None:
         if self._casts is not None:

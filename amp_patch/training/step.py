@@ -314,10 +314,12 @@ def _within_hooks(plain: Plain) -> Plain:
 
 def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `Step` for an optimizer without hooks, and notify observers, which otherwise torch's global hooks do."""
-    observers.tell("step_begins", optimizer)
+    if observers.present:
+        observers.tell("step_begins", optimizer)
     with Step(optimizer, stash, args, kwargs) as step:
         result = step.run(WHOLE, whole)
-    observers.tell("step_ends", optimizer)
+    if observers.present:
+        observers.tell("step_ends", optimizer)
     return result
 
 

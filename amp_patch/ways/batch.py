@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from amp_patch.masters.masters import kernel_tensors
 from amp_patch.masters.record import Record
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
@@ -50,12 +49,8 @@ class Batch:
     draws: Sequence[int] = ()
     starts: Sequence[int] = ()
 
+    extra: ClassVar[Any] = {}  # further arguments of the kernels
     getter = itemgetter  # getter(name)(state of a master) -> the tensor that the kernel takes
-
-    def ready(self) -> Batch:
-        """Set `stepped`, `version` and the arguments of stochastic rounding, when the batch is complete; return it."""
-        self.stepped, self.seed, self.draws, self.starts = kernel_tensors(self.masters)
-        return self
 
     def made(self, optimizer: Any, name: str) -> list[Tensor]:
         """Add an uninitialized state tensor `name` for each master; return the new tensors."""
@@ -67,10 +62,3 @@ class Batch:
     def averages(self, optimizer: FusedAdam, name: str) -> list[Tensor]:
         """Return the state tensor `name` of each master in a FusedAdam; a missing one is created as zeros."""
         return optimizer.averages(self.masters, name)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keyword arguments that every kernel takes: {name: weights, factors, seed and draws of rounding}."""
-        low = None if self.draws else self.weights or None
-        chance = {"seed": self.seed, "draws": self.draws, "starts": self.starts}
-        return {"low": low, "factors": self.factors, **chance}

@@ -22,6 +22,7 @@ from amp_patch.masters.masters import (
     PLAIN_TYPES,
     LinkList,
     add_gradients,
+    kernel_tensors,
     materialize,
     note_stepped,
     publish_written,
@@ -88,11 +89,18 @@ def _adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
     )
 
 
+def _settings(batch: Batch) -> dict[str, Any]:
+    """Return the arguments that every kernel takes: {name: weights, factors, seed and draws of rounding}."""
+    low = None if batch.draws else batch.weights or None
+    chance = {"seed": batch.seed, "draws": batch.draws, "starts": batch.starts}
+    return {"low": low, "factors": batch.factors, **chance, **batch.extra}
+
+
 def _adam_settings(batch: Batch) -> dict[str, Any]:
     """Return the kernel's arguments for settings that torch's Adam, AdamW and FusedAdam name alike."""
     beta1, beta2 = batch.group["betas"]
     numbers = {name: batch.group[name] for name in ("eps", "weight_decay")}
-    return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers, **batch.settings}
+    return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers, **_settings(batch)}
 
 
 def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
@@ -121,7 +129,7 @@ def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
             maximize=group.get("maximize", False),
             first_run=batch.first_run,
             found_inf=found_inf,
-            **batch.settings,
+            **_settings(batch),
         )
     except BaseException:  # the kernel has written nothing
         if batch.first_run:
@@ -377,20 +385,26 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
     return made
 
 
+def _ready(batch: Batch) -> Batch:
+    """Set the tensors that the kernel writes, and the arguments of stochastic rounding; return the complete batch."""
+    batch.stepped, batch.seed, batch.draws, batch.starts = kernel_tensors(batch.masters)
+    return batch
+
+
 def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
     """Return the batch. With momentum, split it into parameters with and without a momentum buffer.
 
     A kernel treats the two parts differently, because the first momentum is a copy of the gradient.
     """
     if not batch.group.get("momentum"):
-        return [batch.ready()]
+        return [_ready(batch)]
     fresh = [dict.get(optimizer.state[master], "momentum_buffer") is None for master in batch.masters]
     made = []
     for first_run in set(fresh):
         chosen = [is_fresh is first_run for is_fresh in fresh]
         masters, grads = list(compress(batch.masters, chosen)), list(compress(batch.grads, chosen))
         weights, records = list(compress(batch.weights, chosen)), list(compress(batch.records, chosen))
-        made.append(type(batch)(batch.group, batch.factors, masters, grads, weights, records, first_run).ready())
+        made.append(_ready(type(batch)(batch.group, batch.factors, masters, grads, weights, records, first_run)))
     return made
 
 

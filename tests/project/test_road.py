@@ -14,13 +14,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (178, 26),
-    "O2": (198, 29),
-    "O4": (156, 24),
-    "O5": (175, 27),
-    "O5, split": (181, 28),
-    "GAN, O1": (771, 28),
-    "GAN, O2": (740, 34),
+    "O1": (175, 22),
+    "O2": (194, 24),
+    "O4": (153, 21),
+    "O5": (166, 23),
+    "O5, split": (177, 24),
+    "GAN, O1": (762, 25),
+    "GAN, O2": (729, 30),
 }
 
 

@@ -156,8 +156,8 @@ def held() -> list[tuple[int, dict[str, int]]]:
     masters = [part.master for part in optimizer._amp_stash.masters.parts.values()]
     with torch._C.DisableTorchFunctionSubclass():
         assert all(master.untyped_storage().nbytes() == 0 for master in masters) and len(masters) == 8
-    assert not any(optimizer._amp_stash.masters.stepped_grads), "the shards alone have the gradients"
-    assert not any(master.waiting for master in masters)
+    assert not any(master.grad is not None for master in masters), "the shards alone have the gradients"
+    assert not any(master.waits_alone() for master in masters)
     found = []
     for param, state in optimizer.state.items():
         tensors = {"weight": param, "grad": param.grad, **{n: state.kept(n) for n in ("exp_avg", "exp_avg_sq")}}
