@@ -230,7 +230,10 @@ def _surveyed(job: _Job) -> dict[str, Any] | None:
         return None
     except (Exception, SystemExit) as error:
         return {"failed": f"{type(error).__name__}: {error}"}
-    return first.report.to_json() if first.stepped else {"failed": "it made no step"}
+    if not first.stepped:
+        return {"failed": "it made no step"}
+    first.measure()
+    return first.report.to_json()
 
 
 def _train_all(

@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "run the first step of a script in FP32 (its arguments follow --), and list the lines that a level breaks"
     parser.add_argument("--run", action="store_true", help=words)
     parser.add_argument("-m", dest="module", action="store_true", help="with --run, path is a module, as in python -m")
+    words = "with --run, measure the levels after this many steps, not in the first one"
+    parser.add_argument("--after", type=int, default=0, metavar="STEPS", help=words)
     words = "with --run, cpu, mps or xpu: use this device wherever the script asks for CUDA"
     parser.add_argument("--device", type=no_cuda.here, help=words)
 
@@ -45,7 +47,7 @@ def check(args: argparse.Namespace) -> None:
     """list the names of Apex and of torch's mixed precision that files use, without running them; for an FP32 script,
     say whether `compare` accepts it; exit code 1 if a name of Apex is missing, 2 if a file cannot be read"""
     if args.run:
-        check_run(args.paths[0], args.paths[1:], args.json, args.device, args.module)
+        check_run(args.paths[0], args.paths[1:], args.json, args.device, args.module, args.after)
     if args.module:
         print("check: -m names a module to run; add --run", file=sys.stderr)
         sys.exit(2)

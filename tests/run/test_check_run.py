@@ -236,3 +236,50 @@ def test_a_module_is_surveyed_with_its_arguments(tmp_path):
 def test_a_script_that_fails_ends_with_2(tmp_path, script, words):
     ran = checked(tmp_path, script)
     assert (ran.returncode, words in ran.stderr) == (2, True), ran.stderr
+
+
+MEASURED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        print("forward", self.calls)
+        sums = (self.layer(x) + 3).cumsum(1)  # line 13
+        return (sums[:, 8:] - sums[:, :-8]) / 8 - 3 if {when} else self.layer(x)
+
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(9):
+    optimizer.zero_grad()
+    net(torch.randn(4, 200, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_levels_are_measured_in_the_first_step_of_a_script(tmp_path):
+    ran = checked(tmp_path, MEASURED.format(when="True"), "--json")
+    told = json.loads(ran.stdout)
+    assert [(line["line"], line["op"], line["levels"]) for line in told["lines"] if line["breaks"]] == [
+        (13, "measured", ["O2", "O3", "O5", "O7"])
+    ]
+    assert [each["levels"][0] for each in told["measured"] if each["told"]] == ["O2", "O5"]
+    assert ran.returncode == 1
+    assert ran.stderr.count("forward") == 1  # the replays print nothing
+
+
+def test_a_later_step_can_be_measured(tmp_path):
+    """In the first step nothing is wrong, after four it is."""
+    script = MEASURED.format(when="self.calls > 4")
+    told = json.loads(checked(tmp_path, script, "--json").stdout)
+    assert told["lines"] == [] and not any(each["told"] for each in told["measured"])
+    (tmp_path / "later").mkdir()
+    ran = start_script(tmp_path / "later", script, "-m", "amp_patch", "check", "--run", "--json", "--after", "4")
+    assert [line["line"] for line in json.loads(ran.stdout)["lines"]] == [13], ran.stderr
+    assert ran.stderr.count("forward") == 5

@@ -81,6 +81,7 @@ def surveyed(path: str, *, shift: bool) -> Iterator[None]:
             yield
     finally:
         if first.stepped and os.getpid() == process:
+            first.measure()
             write_whole(path, dumps(first.report.to_json()) + "\n")
     if not first.stepped:
         raise SystemExit(first.why_nothing)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_patch.diagnose.survey.kinds import NONE, Facts, Kind, Kinds, Place
-from amp_patch.support.scripts_line import INSTALLED, frames
+from amp_patch.support.scripts_line import INSTALLED, frames, frames_of
 
 _NOT_THE_USERS = ("torch", "amp_patch", "contextlib", "functools", "runpy")
 LOWERING = ("lower", "product", "sparse", "einsum", "fused", "rnn")  # rules of the op lists
@@ -39,16 +41,37 @@ def op_of(func: Any) -> tuple[str, bool]:
 
 def user_line() -> Place:
     """Return the running line of user code: the innermost one outside of torch and amp_patch."""
+    return _innermost((frame, frame.f_lineno) for frame in frames())
+
+
+def line_within(function: CodeType) -> Place | None:
+    """Return the running line of user code that a call of `function` runs; None if the call runs no user code."""
+    running = ((frame, frame.f_lineno) for frame in takewhile(lambda each: each.f_code is not function, frames()))
+    found = _innermost(running)
+    return found if found.file else None
+
+
+def line_of(error: BaseException) -> Place | None:
+    """Return the line of user code that raised an exception; None if code of torch raised it by itself."""
+    found = _innermost(reversed([*frames_of(error)]))
+    return found if found.file else None
+
+
+def _innermost(running: Iterable[tuple[FrameType, int]]) -> Place:
+    """Return the first line outside of torch and amp_patch.
+
+    Args:
+        running: frames with their lines, the innermost frame first.
+    """
     found = None
-    for frame in frames():
+    for frame, line in running:
         path = frame.f_code.co_filename
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS or path.startswith("<frozen")
         if not ours:
             if found is None:
-                found = Place(path, frame.f_lineno)
+                found = Place(path, line)
             if INSTALLED.isdisjoint(Path(path).parts):
-                outer = f"{os.path.basename(path)}:{frame.f_lineno}" if path != found.file else ""
-                return found._replace(called=outer)
+                return found._replace(called=f"{os.path.basename(path)}:{line}" if path != found.file else "")
     return found or Place("", 0)
 
 

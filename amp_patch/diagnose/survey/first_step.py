@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import io
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
 from torch import nn
 
+from amp_patch.diagnose.survey.measured import measure
+from amp_patch.diagnose.survey.replay import Replay
 from amp_patch.diagnose.survey.report import Report
 from amp_patch.diagnose.survey.survey import Surveyor
 from amp_patch.training import observers
@@ -22,18 +25,24 @@ class FirstStep(observers.Observer):
     The first step is over when a forward begins after each optimizer has made a step. If one optimizer has made two
     steps before that, the first step is over too: other optimizers may never step.
 
+    Args:
+        after: the number of steps before the step that `measure` looks at. The rules look at the first step.
+
     Attributes:
         entered: the context managers that the block has entered. Its end closes them.
     """
 
-    def __init__(self) -> None:
-        self._surveyor = Surveyor()
+    def __init__(self, after: int = 0) -> None:
+        self._surveyor, self._after = Surveyor(), after
+        self._survey = ExitStack()
         self._models: dict[int, nn.Module] = {}
+        self._replays: list[Replay] = []
         self._steps: dict[int, int] = {}
         self.entered = ExitStack()
 
     def __enter__(self) -> FirstStep:
-        self.entered.enter_context(self._surveyor)
+        self._survey.enter_context(self._surveyor)
+        self.entered.enter_context(self._survey)
         observers.add(self)
         self.entered.callback(observers.remove, self)
         return self
@@ -56,6 +65,16 @@ class FirstStep(observers.Observer):
         """The findings of the survey. They are complete after the `with` block."""
         return self._surveyor.report
 
+    def measure(self) -> None:
+        """Measure the levels in the noted step of each model, and add the result to the report; after the block.
+
+        The loss of the script is not in the measured steps: the gradients of the model's output stand for it.
+        """
+        with redirect_stdout(io.StringIO()):  # a forward that prints would print once for each step
+            for case in (case for replay in self._replays if (case := replay.case()) is not None):
+                for found in measure(case):
+                    self.report.add_measured(found)
+
     def training_begun(self, training: Any) -> None:
         if training is None:
             return
@@ -69,14 +88,21 @@ class FirstStep(observers.Observer):
             if id(model) not in self._models:
                 self._models[id(model)] = model
                 self._surveyor.follow(model, trained)
-                self.entered.callback(model.register_forward_pre_hook(self._forward_begins()).remove)
+                begins = self._forward_begins(len(self._replays))
+                self.entered.callback(model.register_forward_pre_hook(begins).remove)
+                self._replays.append(replay := Replay(model))  # its hooks are called after that one
+                self.entered.callback(replay.end)
 
-    def _forward_begins(self) -> Any:
+    def _forward_begins(self, at: int) -> Any:
         # A function, not a bound method: a deepcopy of the model copies the object of a bound method, here the survey.
         def before(*_: Any) -> None:
             steps = self._steps.values()
             if steps and (all(steps) or max(steps) > 1):
-                raise FirstStepOver
+                self._survey.close()
+                if max(steps) > self._after:
+                    raise FirstStepOver
+            if max(steps, default=0) >= self._after:
+                self._replays[at].watch()
 
         return before
 

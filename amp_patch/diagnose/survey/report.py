@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from amp_patch.diagnose.survey.kinds import LEVELS, Place
+from amp_patch.diagnose.survey.measured import Measured, as_dict
 from amp_patch.diagnose.wording import listed, type_name
 
 _SERVED = "run and compare serve it; a script with amp.initialize needs the edit"
-_JUDGES = "The survey judges the mechanics of one step: ranges, types and roundings. It trains nothing."
+_JUDGES = "The survey judges one step, by rules for lines and by a measurement beside FP32. It trains nothing."
+_BY_RULES = "The survey judges the mechanics of one step: ranges, types and roundings. It trains nothing."
 
 
 @dataclass
@@ -71,11 +73,13 @@ class Report:
 
     Attributes:
         lines: the problems, sorted by file and line.
+        measured: a measurement for each kind of levels (`measured.py`); empty if nothing was measured.
         lost: "float16" and "bfloat16" -> the share of the updates that would be lost without masters, if a step was
             seen.
     """
 
     lines: list[Line] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
     lost: dict[str, float] = field(default_factory=dict)
 
     def add(
@@ -102,6 +106,20 @@ class Report:
             found.modules.append(module)
         found.levels = [level for level in LEVELS if level in found.levels or level in levels]
 
+    def add_measured(self, found: Measured) -> None:
+        """Add the measurement of a level. If no line breaks the level so far, what the measurement tells is a line."""
+        self.measured.append(found)
+        if not (found.told or found.raised) or found.level in self.broken:
+            return
+        if found.raised and any(line.served and found.level in line.levels for line in self.lines):
+            return  # `run` serves the line that raises
+        cause = found.cause
+        line = found.line or (None if cause is None else cause.line) or Place("", 0)
+        what = str(found).partition(": ")[2] + (f" ({cause})" if cause is not None and str(cause) else "")
+        edit = "compute this in FP32" if cause is None else cause.edit
+        module = "" if cause is None else cause.module
+        self.add(line, "measured", found.levels, what, edit, module=module, raises=bool(found.raised))
+
     @property
     def broken(self) -> list[str]:
         """The levels for which the survey has found a problem that breaks a training."""
@@ -125,7 +143,11 @@ class Report:
         if self.lost:
             shares = [f"{100 * share:.0f} % in {type_name(dtype)}" for dtype, share in self.lost.items()]
             yield f"updates that would be lost without masters (O3): {listed(shares)}"
-        yield _JUDGES
+        if self.measured:
+            yield "measured in one step:"
+            yield from (f"    {found}" for found in self.measured)
+            yield from (f"    {found.note}" for found in self.measured if found.note)
+        yield _JUDGES if self.measured else _BY_RULES
 
     def to_json(self) -> dict[str, object]:
         """Return the report for JSON.
@@ -133,6 +155,12 @@ class Report:
         Returns:
             "lines": a dict for each line, with the attributes of `Line`.
             "clear": `clear`.
+            "measured": a dict for each measurement.
             "lost_updates": `lost`.
         """
-        return {"lines": [vars(line) for line in self.lines], "clear": self.clear, "lost_updates": self.lost}
+        return {
+            "lines": [vars(line) for line in self.lines],
+            "clear": self.clear,
+            "lost_updates": self.lost,
+            "measured": [as_dict(found) for found in self.measured],
+        }

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from amp_patch.diagnose.call_log import on_gradient
 from amp_patch.diagnose.lost_updates import UpdateMeter
+from amp_patch.diagnose.survey import measured
 from amp_patch.diagnose.survey.calls import LOWERING, Call, running_module, running_optimizer, user_line
 from amp_patch.diagnose.survey.kinds import CASTING, KINDS, LEVELS, STORED, Place
 from amp_patch.diagnose.survey.report import Report
 from amp_patch.diagnose.survey.rules import RULES, Finding
+from amp_patch.diagnose.survey.steps import Case
 from amp_patch.diagnose.survey.visit import Visitor
 from amp_patch.diagnose.trial_forward import state_restored
 from amp_patch.model.forward import policy_of
@@ -254,14 +256,21 @@ def _asks_for_fp32(forward: Any) -> bool:
     return any(n == "cast_inputs" and c.cell_contents is torch.float32 for n, c in zip(names, cells, strict=False))
 
 
-def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimizer: Any = None) -> Report:
+def survey(
+    model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimizer: Any = None, *, measure: bool = True
+) -> Report:
     """Run one step of an FP32 training, and tell which of its lines a level would break::
 
         print(amp.survey(model, torch.nn.functional.cross_entropy, (inputs, targets)))
 
     The report has a line for each problem that was found: file and line, the operation, the levels, and an edit. It
-    judges mechanics (ranges, types, roundings) in one forward and backward, and trains nothing: parameters, gradients,
-    buffers, the optimizer's state and the random generators are restored. Syncs with the device.
+    judges one forward and backward, and trains nothing: parameters, gradients, buffers, the optimizer's state and the
+    random generators are restored. Syncs with the device.
+
+    Rules judge the lines of the FP32 step first. Then copies of the model make the step at O1, O2, O4 and O5, and their
+    gradients are compared with FP32's: an error above 5 %, and above 5 times the error that rounding the weights and
+    each layer's output once gives, is told with its cause. A level takes at most 4 steps, or 40 if something is told;
+    two copies of the model are in memory at a time, and after two minutes no further level is measured.
 
     Args:
         model: in FP32, before `initialize`.
@@ -270,6 +279,7 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
             output alone, also a single tensor, or a dict of inputs by name.
         optimizer: if given, the report also has the share of the updates that would be lost without masters. For this,
             one step is made and undone.
+        measure: whether levels are measured too, and not judged by rules alone.
 
     Raises:
         TypeError: `model` is no module, `inputs` has another type, or `loss_fn` returned no loss.
@@ -308,7 +318,12 @@ def survey(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Any, optimi
         finally:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
-    return surveyor.report
+    report = surveyor.report
+    if measure:
+        case = Case(model, loss_fn, tuple(given[: len(given) - len(targets)]), named, tuple(targets))
+        for found in measured.measure(case):
+            report.add_measured(found)
+    return report
 
 
 def _step(surveyor: Surveyor, optimizer: Any) -> None:

@@ -185,7 +185,7 @@ def test_a_served_line_of_an_unedited_script_breaks_no_level(case, recwarn):
 def test_the_same_line_breaks_a_script_that_calls_initialize(case):
     torch.manual_seed(0)
     model, loss_fn, *_ = case()
-    report = amp.survey(model, loss_fn, (torch.randn(8, 4), torch.rand(8, 4)))
+    report = amp.survey(model, loss_fn, (torch.randn(8, 4), torch.rand(8, 4)), measure=False)
     assert by_served(report) == CASES[case], str(report)
     assert report.broken == sorted(CASES[case][0] + CASES[case][1])
 

@@ -1,0 +1,245 @@
+"""The survey's measurement: errors that rounding does not explain are told, with their line, and no others."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import measured_cases
+import pytest
+import torch
+from conftest import DEVICES
+from measured_cases import CASES
+from survey_cases import marked
+from torch import nn
+from torch.nn import functional as F
+
+from amp_patch import amp
+
+LEVELS = ("O1", "O2", "O4", "O5")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attend = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        h = self.norm(x)
+        x = x + self.attend(h, h, h, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+def transformer():
+    model = nn.Sequential(nn.Embedding(32, 16), Block(), Block(), nn.Linear(16, 32))
+    tokens = torch.randint(0, 32, (4, 12))
+    return model, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), (tokens, tokens.roll(-1, 1))
+
+
+def images():
+    return torch.randn(16, 3, 10, 10), torch.randint(0, 4, (16,))
+
+
+def convnet():
+    features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(features, nn.Flatten(), nn.Linear(8, 4)), F.cross_entropy, images()
+
+
+def recurrent():
+    return Recurrent(), F.mse_loss, (torch.randn(8, 12, 8), torch.randn(8, 4))
+
+
+HEALTHY = (transformer, convnet, recurrent)
+
+
+def surveyed(case, device="cpu", **options):
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = case()
+    return amp.survey(*made, **options)
+
+
+def by_level(report):
+    return {found.level: found for found in report.measured}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.__name__)
+def test_no_level_of_a_healthy_model_is_told_and_four_steps_are_enough(case, device):
+    report = surveyed(case, device)
+    assert (report.lines, tuple(by_level(report))) == ([], LEVELS)
+    for found in report.measured:
+        assert not found.told and not found.note and found.steps <= 4
+        assert found.errors.gradient < 0.05
+        assert str(found) in str(report)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_an_error_that_rounding_does_not_explain_is_told_with_its_line(case, device):
+    report = surveyed(case, device)
+    measured = by_level(report)
+    for line, levels in marked(case, "off").items():
+        for level in levels:
+            found = measured[level]
+            assert found.told and level not in report.clear, (level, str(report))
+            assert found.cause.line.line == line, (level, found.cause)
+            assert found.steps <= 40
+            assert found.cause.edit
+
+
+def test_the_figure_of_an_edit_is_what_the_edit_gives():
+    """A buffer that stands still at O5 moves with keep_fp32="buffers", and the report says by how much."""
+    case = measured_cases.load_of_experts
+    cause = by_level(surveyed(case))["O5"].cause
+    assert (cause.edit, cause.option_error) == ("keep_fp32='buffers'", 0.0)
+    assert str(cause) == "keep_fp32='buffers' makes 100 % into 0 %"
+    model, loss_fn, inputs = case()
+    before = model.bias.clone()
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O5", keep_fp32="buffers", verbosity=0
+    )
+    with amp.scale_loss(loss_fn(model(inputs[0]), inputs[1]), optimizer) as scaled:
+        scaled.backward()
+    assert not torch.equal(model.bias, before)
+
+
+def test_an_input_that_the_level_rounds_is_the_cause():
+    found = by_level(surveyed(measured_cases.far_positions))["O5"]
+    assert found.cause.alone == "input 1"
+    assert found.cause.edit.startswith("pass input 1")
+
+
+def test_a_loss_that_is_the_cause_is_told_as_the_loss():
+    found = by_level(surveyed(measured_cases.loss_of_a_ratio))
+    assert found["O4"].cause.by_loss
+    assert not found["O5"].told  # the model's output is FP32 again there
+
+
+def test_a_step_that_raises_is_told_with_its_line():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.linalg.inv(self.layer(x) + 9 * torch.eye(4, device=x.device, dtype=x.dtype))
+
+    def case():
+        return Net(), lambda out: out.sum(), (torch.randn(2, 4, 4),)
+
+    found = by_level(surveyed(case))["O5"]
+    assert "linalg" in found.raised
+    assert found.line.text().strip().startswith("return torch.linalg.inv")
+
+
+def test_outputs_in_their_own_units_are_a_note():
+    """Predictions around 2,000 that differ by 1: BF16's steps are 8 there, in any model that rounds its output."""
+
+    def case():
+        model = nn.Sequential(nn.Linear(4, 1))
+        nn.init.constant_(model[0].bias, 2000.0)
+        return model, lambda out, y: F.mse_loss(out.float(), y), (torch.randn(32, 4), 2000 + torch.randn(32, 1))
+
+    report = surveyed(case)
+    found = by_level(report)["O5"]
+    assert not found.told
+    assert "scale the targets" in found.note
+    assert found.note in str(report)
+
+
+def test_a_step_that_magnifies_rounding_is_a_note():
+    class Slopes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+
+        def forward(self, x):
+            return (self.net(x + 1e-3) - self.net(x)).float() / 1e-3
+
+    def case():
+        return Slopes(), F.mse_loss, (torch.randn(32, 2), torch.randn(32, 1))
+
+    found = by_level(surveyed(case))["O5"]
+    assert not found.told
+    assert found.note
+
+
+def test_the_model_the_random_states_and_other_trainings_are_as_before():
+    other = nn.Linear(4, 4)
+    other, optimizer = amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), opt_level="O1", verbosity=0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model[0].weight.grad = torch.ones(8, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert amp.survey(model, lambda out: out.square().sum(), torch.randn(6, 4, generator=torch.Generator())).measured
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 4))
+    assert other(torch.randn(2, 4)).dtype is torch.float16
+    del optimizer
+
+
+def test_a_step_that_differs_by_itself_is_not_told():
+    """A layer that draws from a generator of its own."""
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.draw = nn.Linear(4, 4), iter(range(100))
+
+        def forward(self, x):
+            return self.layer(x) * (1 + next(self.draw))
+
+        def __deepcopy__(self, memo):
+            made = Noisy()
+            made.layer, made.draw = copy.deepcopy(self.layer, memo), self.draw
+            return made
+
+    found = by_level(amp.survey(Noisy(), lambda out: out.square().sum(), torch.randn(6, 4)))["O5"]
+    assert not found.told
+    assert "two steps in FP32 differ" in found.failed
+
+
+def test_a_model_that_cannot_be_copied_is_not_measured():
+    class Net(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise TypeError("no copies of this")
+
+    report = amp.survey(Net(4, 4), lambda out: out.sum(), torch.randn(2, 4))
+    assert {found.failed for found in report.measured} == {"TypeError: no copies of this"}
+    assert report.clear == ["O1", "O2", "O3", "O4", "O5", "O6", "O7"]
+    assert "O5 was not measured: TypeError: no copies of this" in str(report)
+
+
+def test_an_interrupt_reaches_the_caller():
+    class Net(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            Net.calls += 1
+            if Net.calls > 3:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    with pytest.raises(KeyboardInterrupt):
+        amp.survey(Net(4, 4), lambda out: out.sum(), torch.randn(2, 4))
+    assert F.linear(torch.ones(1, 4), torch.ones(4, 4)).dtype is torch.float32  # no cast is left installed
+
+
+def test_measurements_are_data_and_can_be_left_out():
+    report = surveyed(measured_cases.crf)
+    found = next(each for each in report.to_json()["measured"] if "O5" in each["levels"])
+    assert found["told"] and found["gradient"] > 5 * found["deserved_gradient"]
+    assert json.loads(json.dumps(report.to_json())) == report.to_json()
+    assert surveyed(measured_cases.crf, measure=False).measured == []
