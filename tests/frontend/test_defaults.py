@@ -206,8 +206,6 @@ def test_a_default_device_changes_no_story(story):
     same_story(story, "cpu", device="meta")
 
 
-
-
 @pytest.mark.parametrize("dtype", DEFAULTS)
 def test_layer_norms_are_of_the_default_type_as_torchs_are(dtype):
     from amp_patch.apex.normalization import FusedLayerNorm

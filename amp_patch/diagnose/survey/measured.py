@@ -22,7 +22,7 @@ from amp_patch.diagnose.survey import attribution
 from amp_patch.diagnose.survey.attribution import Cause, share
 from amp_patch.diagnose.survey.calls import line_of
 from amp_patch.diagnose.survey.kinds import KINDS, Kind, Place
-from amp_patch.diagnose.survey.steps import Case, Errors, Steps, errors
+from amp_patch.diagnose.survey.steps import Case, Errors, Steps, errors, offset
 
 LARGE, TIMES = 0.05, 5.0  # an error above `LARGE` is told if it is more than `TIMES` the deserved error
 COARSE, CHANCE = 0.2, 0.5  # deserved errors of the outputs, and of the gradients, above these are told as a note
@@ -34,6 +34,7 @@ _CHANCE = (
     "rounding each layer's output once moves the gradients by {share}: the step magnifies rounding errors, as a "
     "difference of two forwards does; only a training tells whether it matters"
 )
+_FAR = 10.0  # outputs this many times larger than what the samples differ by lie in units of their own
 _TRIALS = 2  # nearby weights that must show an error too
 MEASURED = tuple(sorted(kind.levels[0] for kind in KINDS))  # a level of each kind
 
@@ -46,6 +47,7 @@ class Measured:
         level: the level of the step.
         levels: the levels that compute such a step alike: "O2" and "O3".
         errors, deserved: the errors of the level's step, and of the ideal run.
+        offset: the size of the outputs over what the samples of the batch differ by.
         told: the names of `Errors.by_name` with an error that is large, not deserved, and confirmed.
         cause: what the error comes from, if `told` is not empty and the search was not cut.
         raised: the error that the level's step raises, in words, where the FP32 step raises none; "" without one.
@@ -58,6 +60,7 @@ class Measured:
     levels: tuple[str, ...]
     errors: Errors = field(default_factory=Errors)
     deserved: Errors = field(default_factory=Errors)
+    offset: float = 1.0
     told: list[str] = field(default_factory=list)
     cause: Cause | None = None
     raised: str = ""
@@ -70,7 +73,7 @@ class Measured:
         """A sentence about an error that is large and deserved; "" if there is none."""
         if self.failed or not self.deserved.outputs:
             return ""
-        if self.deserved.outputs > COARSE:
+        if self.deserved.outputs > COARSE and self.offset > _FAR:
             return f"{self.level}: {_COARSE.format(share=share(self.deserved.outputs))}"
         if self.deserved.gradient > CHANCE:
             return f"{self.level}: {_CHANCE.format(share=share(self.deserved.gradient))}"
@@ -122,7 +125,7 @@ def measure(case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120
     steps = Steps(case)
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")  # the steps repeat what a training at the level would say once
-        exact = deserved = None
+        exact = deserved = again = None
         for level, kind in kinds:
             found = Measured(level, kind.levels)
             if time.monotonic() > end:
@@ -138,10 +141,12 @@ def measure(case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120
                 found.failed = _words(error)
                 yield found
                 continue
-            found.deserved = deserved[1]
+            found.deserved, found.offset = deserved[1], offset(exact.outputs)
             try:
                 found.errors = errors(steps.at_level(level), exact)
-                if _is_large(found.errors) and _is_large(again := errors(steps.exact(), exact)):
+                if again is None and _is_large(found.errors):
+                    again = errors(steps.exact(), exact)
+                if again is not None and _is_large(again):
                     found.failed = f"two steps in FP32 differ by {share(max(again.by_name().values()))}"
                 elif suspects := _suspects(found, kind):
                     found.told = sorted(_confirmed(steps, found, kind, suspects))

@@ -314,6 +314,12 @@ def spread_off(low: Tensor, exact: Tensor) -> float:
     return off(low - low.mean(0), exact - exact.mean(0), least)
 
 
+def offset(outputs: Sequence[Tensor]) -> float:
+    """Return the size of the outputs over what the rows of a batch differ by, the largest of all outputs."""
+    batches = [each for each in outputs if each.dim() and len(each) > 1]
+    return max((norm(each) / (norm(each - each.mean(0)) or math.inf) for each in batches), default=1.0)
+
+
 def off(low: Tensor, exact: Tensor, least: float = 0.0) -> float:
     """Return the norm of the difference over the norm of `exact`, or over `least` if that is larger.
 
