@@ -1,4 +1,7 @@
-"""The survey: it follows one FP32 step operation by operation, to find the lines of user code that a level breaks.
+"""The survey: it finds the lines of user code that a level breaks, by rules and by a measurement.
+
+The rules follow one FP32 step operation by operation. The measurement makes a step at each level, and compares its
+outputs and gradients with those of FP32.
 
 Words of this package: a *kind of levels* (`Kind`) is the levels that give each tensor the same type, such as O2 and O3.
 The *facts* of a tensor (`Facts`) are its type and numbers at each kind. A tensor is *learned* if it depends on a
@@ -18,4 +21,8 @@ Files:
 - `served.py`: the problems that `run` and `compare` correct in an unedited script
 - `findings.py`: what a rule yields
 - `report.py`: the result of `survey`
+- `measured.py`: the measurement of a level: errors beside FP32, and what rounding explains of them
+- `steps.py`: one step of a model and its loss, at a level, in FP32 or as an ideal run; errors between two steps
+- `attribution.py`: the input, module and line that an error comes from
+- `replay.py`: the forward of a script, as a step to measure
 """
