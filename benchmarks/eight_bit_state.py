@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from amp_patch import amp
-from amp_patch.storage.coded_state import stored
-from amp_patch.support import tree
+from amp_patch.storage.coder import stored
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from tasks import Digits, TopicsGPT
@@ -74,7 +73,7 @@ def train(task_name: str, name: str, state: str | None, seed: int, steps: int) -
 
 
 def bytes_of(state: Any) -> int:
-    return sum(tensor.nbytes for tensor in tree.tensors(stored(state)))
+    return sum(tensor.nbytes for tensor in stored([state]))
 
 
 def measure(task: str, name: str, seeds: int, steps: int) -> dict[str, Any]:

@@ -123,21 +123,21 @@ MUTATIONS = (
         ("test_rounded_shards.py",),
     ),
     Mutation(
-        "state in eight bits: what was read is encoded before the next backward or step",
-        "        elif self._opened:\n            self.encode()",
-        "        elif self._opened:\n            pass",
+        "state in eight bits: what is written into a state is encoded",
+        "            encode(list(written.values()), [wholes[codes] for codes in written])",
+        "            pass",
         ("test_coded_state.py",),
     ),
     Mutation(
         "state in eight bits: a portion's state is encoded again",
-        "                coder.take(target, params)",
-        "                pass",
+        "            encode([coded for coded, _ in found], [now for _, now in found])",
+        "            pass",
         ("test_coded_state.py",),
     ),
     Mutation(
         "state in eight bits: a state dict has FP32",
-        "{key: state.in_fp32() if isinstance(state, CodedState) else state for key, state in states.items()}",
-        "dict(states)",
+        'tree.map_tensors(in_fp32, found["state"])',
+        'found["state"]',
         ("test_coded_trainings.py",),
     ),
     Mutation(

@@ -1,33 +1,26 @@
-"""Optimizer state stored in 8 bits per element, and read and written by user code in FP32.
+"""`Coded`, an FP32 tensor that is stored in 8 bits per element, and the rules which optimizer state becomes one.
 
-The state of a parameter is a dict, as in torch, whose large tensors are stored as codes: 8-bit integers with an FP32
-scale per block (`multi_tensor_encode`). A read decodes the codes into an FP32 tensor. Before the next backward or step
-this tensor is encoded again, with all writes into it. Decoding and encoding again gives the same codes, so a read alone
-loses nothing. A copy or a pickle of the dict is a plain dict of FP32 tensors.
+A `Coded` stores 8-bit integers with an FP32 scale per block (`multi_tensor_encode`). Each torch function decodes it
+into new FP32 memory; a function that writes into it is followed by an encoding of the whole tensor. Decoding and
+encoding again gives the same codes, so a read loses nothing. Copies and pickles are plain FP32 tensors.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from threading import RLock, get_ident
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.masters.recycled_memory import Recycled, holders, lone_holders
 from amp_patch.multi_tensor.checks import BLOCK
-from amp_patch.support.blocks import without_grad
-from amp_patch.support.distributed import local
-from amp_patch.support.interrupts import whole
+from amp_patch.support import tree
 
-logger = logging.getLogger("amp_patch")
+View = Callable[[Tensor], Tensor]
 
 LEAST = 4096  # elements of the smallest tensor that is stored as codes
-MOST_ROOM = 2**24  # elements of the largest buffer that is reused by the next step
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which tensors are stored as codes
@@ -74,342 +67,145 @@ def is_large(value: Any, param: Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One tensor, and one parameter's state
+# The tensor
 
 
-class Coded:
-    """One state tensor, stored as codes.
+class Coded(Tensor):
+    """An FP32 tensor that is stored as codes, or a view of one.
 
     Attributes:
-        codes: int8 or uint8, with the tensor's shape and strides.
+        codes: int8 or uint8, with the shape and strides of the whole tensor.
         scales: FP32, shape [ceil(elements / 256)].
-        value: the FP32 tensor that a read or a step works on, until the next `encode`; else None. While it is set, the
-            codes are stale.
-        is_lent: whether `value` was made for a step alone, so that `encode` may free it without looking for references
-            in user code.
+        of_whole: for a view, the function from the whole tensor to it; else None.
     """
 
-    __slots__ = ("codes", "is_lent", "scales", "value")
+    codes: Tensor
+    scales: Tensor
+    of_whole: View | None
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> None:
-        self.value, self.is_lent = value, True
-        self._make_codes(like, dtype)
-
-    def _make_codes(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.codes = torch.zeros_like(like, dtype=dtype, requires_grad=False)
-        self.scales = torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
+    @staticmethod
+    def __new__(cls: Any, codes: Tensor, scales: Tensor, of_whole: View | None = None, like: Any = None) -> Coded:
+        """Return the tensor stored in `codes` and `scales`; with `of_whole`, its view with the layout of `like`."""
+        shaped, dtype = (codes, torch.float32) if like is None else (like, like.dtype)
+        make: Any = Tensor._make_wrapper_subclass  # noqa: SLF001
+        made: Coded = make(
+            cls, shaped.shape, shaped.stride(), shaped.storage_offset(), dtype=dtype, device=codes.device
+        )
+        made.codes, made.scales, made.of_whole = codes, scales, of_whole
+        return made
 
     def decoded(self) -> Tensor:
         """Return the value in FP32, in newly allocated memory."""
-        if self.value is not None:
-            return self.value.detach().clone()
-        made = torch.empty_like(self.codes, dtype=torch.float32)
-        multi_tensor.multi_tensor_decode([self.codes], [made], [self.scales])
-        return made
+        return self.seen(*decode([self]))
 
-    def to_encode(self) -> Tensor:
-        """Return `value` with the strides of the codes. If its device or shape has changed, allocate new codes."""
-        value = self.value
-        assert value is not None
-        if value.device != self.codes.device or value.shape != self.codes.shape:
-            self._make_codes(value, self.codes.dtype)
-        if value.stride() == self.codes.stride():
+    def seen(self, whole: Tensor) -> Tensor:
+        """Return what this tensor is of the decoded `whole`, which shares its memory."""
+        return whole if self.of_whole is None else self.of_whole(whole)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _OF_MEMORY:
+                return func(*args, **(kwargs or {}))
+            result = func(args[0].decoded(), *args[1:], **(kwargs or {}))
+        if func in (Tensor.numpy, Tensor.__array__):
+            result.flags.writeable = False  # a write would be lost
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if torch.Tag.inplace_view in func.tags:
+            raise RuntimeError(
+                f"{func} changes the layout of optimizer state that is stored in eight bits; assign a tensor of the "
+                "new layout: state[name] = state[name].contiguous()"
+            )
+        wholes: dict[Tensor, Tensor] = {}  # codes -> the value: several views of one tensor share it
+        originals: dict[Tensor, Coded] = {}  # value -> the argument
+
+        def opened(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, Coded):
+                return tensor
+            if tensor.codes not in wholes:
+                (wholes[tensor.codes],) = decode([tensor])
+            originals[value := tensor.seen(wholes[tensor.codes])] = tensor
             return value
-        return torch.empty_like(self.codes, dtype=torch.float32).copy_(value)
 
-    def is_held(self) -> bool:
-        """Return whether user code references `value` or its storage, so that it must not be freed."""
-        if self.is_lent or self.value is None:
-            return False
-        storage = self.value.untyped_storage()
-        return sys.getrefcount(self.value) > 2 or holders(storage) != lone_holders()
+        given, named = tree.map_tensors(opened, (tuple(args), kwargs or {}))
+        result = func(*given, **named)
+        if func.is_view:
+            return _viewed(args[0], lambda value: func(value, *given[1:], **named), result)
+        written = {originals[t].codes: originals[t] for t in _written(func, given, named) if t in originals}
+        if written:
+            encode(list(written.values()), [wholes[codes] for codes in written])
+        return tree.map_tensors(lambda tensor: originals.get(tensor, tensor), result)
 
-    def follow(self) -> None:
-        """Decode the codes into `value`, if it is set: user code that references it reads the new numbers."""
-        if self.value is not None:
-            value, self.value = self.value, None
-            value.copy_(self.decoded())
-            self.value = value
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scales"], self.of_whole
 
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], of_whole: Any, shape: Any, stride: Any) -> Coded:
+        like = None if of_whole is None else torch.empty_strided(shape, stride, dtype=torch.float32, device="meta")
+        return Coded(inner["codes"], inner["scales"], of_whole, like)
 
-class CodedState(dict[str, Any]):
-    """The state dict of one parameter, whose large tensors are stored as `Coded`: a read decodes them to FP32.
+    @property
+    def data(self) -> Tensor:
+        """The tensor itself. An assigned tensor replaces it, in all places that hold it."""
+        return self.detach()
 
-    Attributes:
-        coder: the encoder and decoder of the optimizer's state.
-        stays_fp32: whether no tensor of this state becomes codes.
-    """
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        torch.utils.swap_tensors(self, value.detach())
 
-    __slots__ = ("coder", "stays_fp32")
-
-    def __init__(self, coder: Coder, state: dict[str, Any]) -> None:
-        super().__init__(state)
-        self.coder, self.stays_fp32 = coder, False
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        return self.coder.open(value) if type(value) is Coded else value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        kept = super().get(name)
-        if type(kept) is Coded and value is not None and value is kept.value:
-            return  # assigned by `state["exp_avg"] *= 0.5`, which has multiplied `kept.value` in place
-        if isinstance(value, Tensor) and value.numel() >= LEAST:
-            self.coder.is_up_to_date = False
-        super().__setitem__(name, value)
-
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # Without this method, `dict(state)` would copy the `Coded` objects
-
-    # These call `__getitem__` and `__setitem__`, which the methods of dict do not.
-    get: Any = MutableMapping.get
-    setdefault: Any = MutableMapping.setdefault
-    update: Any = MutableMapping.update
-    items: Any = MutableMapping.items
-    values: Any = MutableMapping.values
-    __eq__: Any = MutableMapping.__eq__
-
-    def pop(self, name: str, *default: Any) -> Any:
-        value = super().pop(name, *default)
-        if type(value) is not Coded:
-            return value
-        return value.decoded() if value.value is None else value.value
-
-    def popitem(self) -> tuple[str, Any]:
-        name = next(reversed(list(self)))
-        return name, self.pop(name)
-
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's does not call `__setitem__`
-        self.update(other)
-        return self
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
-
-    def kept(self, name: str) -> Any:
-        """Return the stored entry without decoding it: a `Coded`, or the value itself."""
-        return super().__getitem__(name)
-
-    def in_fp32(self) -> dict[str, Any]:
-        """Return the state as a plain dict, where each `Coded` is decoded into newly allocated memory."""
-        return {name: value.decoded() if type(value) is Coded else value for name, value in dict.items(self)}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (self.in_fp32(),)
-
-    def __repr__(self) -> str:
-        return repr(self.in_fp32())
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.decoded()
 
 
-def stored(state: Any) -> Any:
-    """Return the state of a parameter with codes and scales instead of decoded tensors, for counting its bytes."""
-    if not isinstance(state, CodedState):
-        return state
-    return {name: [v.codes, v.scales] if type(v) is Coded else v for name, v in dict.items(state)}
+# Functions that read memory without a call of `__torch_dispatch__`; a copy by pickle is a plain tensor.
+_OF_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist, Tensor.__repr__, Tensor.__reduce_ex__}
+
+
+def _viewed(source: Coded, func: Any, result: Any) -> Any:
+    """Return the view `func(source)`, or a list of such views; `result` is that of the decoded tensor."""
+
+    def view(part: Tensor, pick: Callable[[Any], Tensor]) -> Coded:
+        return Coded(source.codes, source.scales, lambda whole: pick(func(source.seen(whole))), part)
+
+    if isinstance(result, Tensor):
+        return view(result, lambda found: found)
+    return [view(part, itemgetter(place)) for place, part in enumerate(result)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors of the arguments that `func` writes."""
+    schema = func._schema.arguments if func._schema.is_mutable else ()
+    given = [*zip(schema, args, strict=False), *((each, kwargs[each.name]) for each in schema if each.name in kwargs)]
+    return tree.tensors([value for each, value in given if each.alias_info is not None and each.alias_info.is_write])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# All states of one optimizer
+# Decoding and encoding
 
 
-class Coder:
-    """The encoder and decoder of one optimizer's state. The caller calls `close` before each backward and each step.
-
-    Args:
-        kind: the name of the optimizer's class.
-        state_of: takes this coder, a parameter and its state dict, and returns the CodedState.
-        in_fp32: names of further state tensors that stay FP32, next to `IN_FP32`.
-
-    Attributes:
-        is_up_to_date: whether `close` has run, and no tensor of `LEAST` elements or more was put into a state since.
-        has_stepped: whether a step with at least one gradient was begun.
-        stepper: the id of the thread that steps plain tensors instead of DTensors (stand_ins.py); None outside of such
-            a step.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        state_of: Callable[[Coder, Tensor, dict[str, Any]], CodedState],
-        in_fp32: Collection[str] = (),
-    ) -> None:
-        self.kind, self.state_of, self._in_fp32 = kind, state_of, in_fp32
-        self.is_up_to_date = self.has_stepped = self._has_reported = False
-        self.stepper: int | None = None
-        self._opened: list[Coded] = []
-        self._lock = RLock()
-        self._room = Recycled()  # the FP32 memory of the states that one step decodes
-        self._most = 0  # the number of elements in `_room`
-
-    @property
-    def is_stepping(self) -> bool:
-        """Tell whether this thread steps plain tensors instead of DTensors. If so, ShardState returns plain tensors."""
-        return self.stepper == get_ident()
-
-    @whole
-    def open(self, coded: Coded) -> Tensor:
-        """Return the FP32 value of a state tensor. Until the next `encode`, the codes are stale."""
-        with self._lock:
-            value = coded.value
-            if value is None:
-                with torch.inference_mode(False):
-                    value = coded.decoded()
-                self._hand_out(coded, value, is_lent=False)
-            return value
-
-    @without_grad
-    def open_all(self, states: Iterable[Any]) -> None:
-        """Decode, for a step, every `Coded` in `states` whose `value` is not set by an earlier read."""
-        with self._lock:
-            kept = (value for state in states if isinstance(state, CodedState) for value in dict.values(state))
-            closed = [value for value in kept if type(value) is Coded and value.value is None]
-            by_device: dict[torch.device, list[Coded]] = {}
-            for coded in closed:
-                by_device.setdefault(coded.codes.device, []).append(coded)
-            for group in by_device.values():
-                values = self._room_for([coded.codes for coded in group])
-                codes, scales = [coded.codes for coded in group], [coded.scales for coded in group]
-                multi_tensor.multi_tensor_decode(codes, values, scales)
-                for coded, value in zip(group, values, strict=True):
-                    self._hand_out(coded, value, is_lent=True)
-
-    def _hand_out(self, coded: Coded, value: Tensor, is_lent: bool) -> None:
-        """List `coded` in `_opened`, and set its value."""
-        self._opened.append(coded)
-        coded.is_lent = is_lent
-        coded.value = value
-
-    def _room_for(self, codes: list[Tensor]) -> list[Tensor]:
-        """Return uninitialized FP32 tensors with the shapes and strides of `codes`; on a CPU in the reused buffer."""
-        if codes[0].device.type != "cpu":
-            return [torch.empty_like(t, dtype=torch.float32) for t in codes]
-        counts = [-(-t.numel() // 16) * 16 for t in codes]
-        if sum(counts) <= MOST_ROOM:
-            self._most = max(self._most, sum(counts))
-            memory = self._room.flat(self._most)
-        else:
-            memory = torch.empty(sum(counts), dtype=torch.float32, device="cpu")
-        parts = memory[: sum(counts)].split(counts)
-        return [part.as_strided(t.shape, t.stride()) for t, part in zip(codes, parts, strict=True)]
-
-    def close(self, optimizer: Any) -> None:
-        """Encode all values that user code has read from, or put into, the states of `optimizer`; no sync.
-
-        A tensor that user code has put into a state becomes the `value` of a `Coded`. While user code references it,
-        each step writes the new numbers into it.
-        """
-        states = optimizer.state
-        if not self.is_up_to_date or dict in map(type, states.values()):
-            with self._lock:
-                self.adopt(optimizer, list(states), is_lent=False)
-                self._forget_replaced(states.values())
-                self.encode()
-            self.is_up_to_date = True
-        elif self._opened:
-            self.encode()
-
-    @without_grad
-    def take(self, optimizer: Any, params: Iterable[Tensor]) -> None:
-        """After a step on `params`, encode the tensors that it has added to states, and each set `Coded.value`."""
-        with self._lock:
-            self.adopt(optimizer, params, is_lent=True)
-            self.encode()
-
-    @without_grad
-    def adopt(self, optimizer: Any, params: Iterable[Tensor], *, is_lent: bool) -> None:
-        """Replace the large FP32 tensors in the states of `params` by `Coded` objects; the next `encode` encodes them.
-
-        Args:
-            is_lent: becomes `Coded.is_lent` of each new `Coded`.
-        """
-        states = optimizer.state
-        with self._lock:
-            for param in params:
-                state = states.get(param)
-                if isinstance(state, CodedState) and state.coder is not self:
-                    state = state.in_fp32()  # assigned from another optimizer's state
-                if type(state) is dict and state:
-                    state = states[param] = self.state_of(self, param, state)
-                if isinstance(state, CodedState):
-                    self._adopt(local(param), state, is_lent)
-
-    def _adopt(self, param: Tensor, state: CodedState, is_lent: bool) -> None:
-        for name in list(state):
-            value = state.kept(name)
-            if not is_large(value, param) or (dtype := self._codes_of(state, name)) is None:
-                continue
-            coded = Coded(value, dtype, value)
-            coded.is_lent = is_lent
-            self._opened.append(coded)
-            dict.__setitem__(state, name, coded)
-
-    def _forget_replaced(self, states: Iterable[Any]) -> None:
-        """Drop each `Coded` that is in no state any more: its reference would keep its value from being freed."""
-        kept = {id(value) for state in states if isinstance(state, CodedState) for value in dict.values(state)}
-        self._opened = [coded for coded in self._opened if id(coded) in kept]
-
-    def _codes_of(self, state: CodedState, name: str) -> torch.dtype | None:
-        return None if state.stays_fp32 or name in self._in_fp32 else codes_of(self.kind, name, [*state, name])
-
-    def fresh(self, optimizer: Any, param: Tensor, name: str) -> None:
-        """Add a state tensor `name` for `param`: codes that decode to 0, or an uninitialized FP32 tensor."""
-        state = optimizer.state[param]
-        if type(state) is dict:
-            state = optimizer.state[param] = self.state_of(self, param, state)
-        value: Any = torch.empty_like(param, requires_grad=False)
-        if is_large(value, param) and (dtype := self._codes_of(state, name)) is not None:
-            value = Coded(value, dtype)
-        dict.__setitem__(state, name, value)
-
-    @without_grad
-    def encode(self) -> None:
-        """Encode each `Coded.value` that is set, and free it, unless user code references it: then decode into it."""
-        with self._lock:
-            groups: dict[torch.device, list[Coded]] = {}
-            for coded in self._opened:
-                if coded.value is not None:
-                    groups.setdefault(coded.value.device, []).append(coded)
-            for group in groups.values():
-                _encode(group)
-            self._opened = [coded for group in groups.values() for coded in group if coded.value is not None]
-            self.follow()
-
-    @without_grad
-    def follow(self) -> None:
-        """Decode the codes, changed by a step, into each `Coded.value`, which user code references."""
-        for coded in self._opened:
-            coded.follow()
-
-    def report(self, optimizer: Any) -> None:
-        """After the first step, log a warning if no state is stored as codes."""
-        if self._has_reported or not self.has_stepped:
-            return
-        self._has_reported = True
-        states = [state for state in optimizer.state.values() if isinstance(state, CodedState)]
-        kept = [value for state in states for value in dict.values(state)]
-        if any(type(value) is Coded for value in kept):
-            return
-        largest = max([value.numel() for value in kept if isinstance(value, Tensor)], default=0)
-        logger.warning(
-            "optimizer_state='8bit' keeps no state of this %s in 8 bits, and saves no memory: its largest state tensor "
-            "has %d elements. Quantized are FP32 tensors of the parameter's shape with at least %d elements, but for "
-            "those that fp32_state or docs/ladder.md names",
-            self.kind,
-            largest,
-            LEAST,
-        )
-
-    def make_whole(self, optimizer: Any) -> None:
-        """Replace the states of `optimizer` by plain dicts of FP32 tensors, in place."""
-        for param, state in list(optimizer.state.items()):
-            if isinstance(state, CodedState):
-                optimizer.state[param] = state.in_fp32()
+def decode(coded: list[Coded], values: list[Tensor] | None = None) -> list[Tensor]:
+    """Decode the whole tensors of `coded`, on one device, into `values`, with the strides of the codes, or new ones."""
+    codes = [each.codes for each in coded]
+    made = [torch.empty_like(each, dtype=torch.float32) for each in codes] if values is None else values
+    multi_tensor.multi_tensor_decode(codes, made, [each.scales for each in coded])
+    return made
 
 
-def _encode(group: list[Coded]) -> None:
-    values = [coded.to_encode() for coded in group]
-    multi_tensor.multi_tensor_encode(values, [coded.codes for coded in group], [coded.scales for coded in group])
-    del values
-    for coded in group:
-        if not coded.is_held():
-            coded.value = None
+def encode(coded: list[Coded], values: list[Tensor]) -> None:
+    """Encode `values` into the whole tensors of `coded`, on one device."""
+    codes = [each.codes for each in coded]
+    laid_out = [
+        value if value.stride() == its.stride() else torch.empty_like(its, dtype=torch.float32).copy_(value)
+        for its, value in zip(codes, values, strict=True)
+    ]
+    multi_tensor.multi_tensor_encode(laid_out, codes, [each.scales for each in coded])
+
+
+def encoded(value: Tensor, dtype: torch.dtype) -> Coded:
+    """Return `value`, an FP32 tensor without gaps in its memory, with codes of `dtype`."""
+    scales = torch.empty(-(-value.numel() // BLOCK), dtype=torch.float32, device=value.device)
+    encode([made := Coded(torch.empty_like(value, dtype=dtype), scales)], [value])
+    return made

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch.masters.masters import has_gradient, publish_written, without_materialized
+from amp_patch.masters.masters import has_gradient
 from amp_patch.model.keep_fp32 import params_matching
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.policy import Policy
-from amp_patch.storage import coded_shards
-from amp_patch.storage.coded_state import Coded, CodedState, Coder
-from amp_patch.support import device_sync
+from amp_patch.storage.coded_state import Coded
+from amp_patch.storage.coder import Coder, Parts, check_shards, coded_entries, in_fp32, of_parts
+from amp_patch.support import device_sync, tree
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
@@ -33,7 +33,6 @@ from amp_patch.training.stash import Neighbours, Stash, known_stash, stash_of
 from amp_patch.training.step import WHOLE, Plain, Step
 from amp_patch.ways import one_pass, per_parameter, portions
 from amp_patch.ways.batch import Batch
-from amp_patch.ways.partial_step import PartialStep
 
 KEY = ("optimizer_state",)  # key of the generated optimizer classes
 coders = weakref.WeakKeyDictionary[Neighbours, Coder]()  # by the stash of the optimizer whose state they store
@@ -51,13 +50,8 @@ def check(optimizer: Any, policy: Policy) -> None:
     name = base_class(optimizer).__name__
     if is_zero(optimizer):
         raise ValueError(f"{wanted} is not for a ZeroRedundancyOptimizer: {reason('8bit', 'ZeRO')}")
-    sharded = any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
-    if sharded and (against := coded_shards.reason_against(optimizer)) is not None:
-        raise ValueError(
-            f"{wanted} is not for this {name}, whose parameters fully_shard has sharded, so that each process steps a "
-            f"part of each: {against}; leave optimizer_state at None, or use an optimizer that steps each element by "
-            "itself"
-        )
+    if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
+        check_shards(wanted, optimizer, "leave optimizer_state at None")
     if (against := reason_against(optimizer)) is not None:
         raise ValueError(
             f"{wanted} is not for this {name}, whose step takes the state of all parameters in FP32 at once: "
@@ -101,19 +95,22 @@ class CodedBatch(Batch):
         nothing = torch.empty(0, dtype=torch.float32, device=self.masters[0].device)
 
         def get(state: Any) -> Any:
-            value = state.kept(name) if isinstance(state, CodedState) else state[name]
+            value = state[name]
             scales.append(value.scales if type(value) is Coded else nothing)
             return value.codes if type(value) is Coded else value
 
         return get
 
     def made(self, optimizer: Any, name: str) -> list[Tensor]:
-        for master in self.masters:
-            coder_of(optimizer).fresh(optimizer, master, name)
-        return self.averages(optimizer, name)
+        """Return the state tensor `name` of each master; missing ones are made, and encoded, one at a time."""
+        states = [optimizer.state[master] for master in self.masters]
+        for master, state in zip(self.masters, states, strict=True):
+            if name not in state:
+                state[name] = torch.zeros_like(master, requires_grad=False)
+                coder_of(optimizer).encode(optimizer, [master], in_place=False)
+        return list(map(self.getter(name), states))
 
-    def averages(self, optimizer: Any, name: str) -> list[Tensor]:
-        return list(map(self.getter(name), [optimizer.state[master] for master in self.masters]))
+    averages = made
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -127,31 +124,20 @@ class CodedOnePass(one_pass.InOnePass):
     batch = CodedBatch
 
     def run(self, step: Step, plain: Plain) -> Any:
-        if step.links.params:
-            publish_written(step.links)
-        _make_states(step.optimizer)
+        if not isinstance(step.optimizer, FusedAdam):
+            with suppress(one_pass.NotKnown), torch._C.DisableTorchFunctionSubclass():
+                _make_states(step.optimizer)
         return super().run(step, plain)
 
 
 def _make_states(optimizer: Any) -> None:
     """Create missing Adam states and encode them one parameter at a time, so that they are never all in FP32."""
-    coder = coder_of(optimizer)
+    get = getattr(optimizer.state, "get_by_master", optimizer.state.get)
     for group in optimizer.param_groups:
-        if "betas" not in group:
-            continue
-        for master in group["params"]:
-            if optimizer.state.get(master) or not has_gradient(master):
-                continue
-            if isinstance(optimizer, FusedAdam):
-                for name in ("exp_avg", "exp_avg_sq"):
-                    optimizer.averages([master], name)
-            else:
-                try:
-                    one_pass.make_state(optimizer, group, [master])
-                except one_pass.NotKnown:
-                    return
-            coder.take(optimizer, [master])
-            without_materialized([master], lambda: None)
+        for master in group["params"] if "betas" in group else ():
+            if not get(master) and has_gradient(master):
+                one_pass.make_state(optimizer, group, [master])
+                coder_of(optimizer).encode(optimizer, [master], in_place=False)
 
 
 class CodedPortions(portions.InPortions):
@@ -178,34 +164,30 @@ class InCodes(Strategy):
             why = reason("8bit", "CUDA graphs")
             raise RuntimeError(f"a step with optimizer_state='8bit' cannot be captured in a CUDA graph: {why}")
 
-        def in_fp32(target: Any, *args: Any, **kwargs: Any) -> Any:
+        def decoding(target: Any, *args: Any, **kwargs: Any) -> Any:
             params = [p for group in target.param_groups for p in group["params"] if args or kwargs or has_gradient(p)]
-            coder.open_all(map(getattr(target.state, "get_by_master", target.state.get), params))
-            try:
+            with coder.in_fp32(target, params):
                 return plain(target, *args, **kwargs)
-            finally:
-                coder.take(target, params)
 
-        coder.close(optimizer)
-        params = (param for group in optimizer.param_groups for param in group["params"])
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        coder.encode_changed(optimizer, params)
         coder.has_stepped = coder.has_stepped or any(map(has_gradient, params))
-        stands_in = None if step.given else self.steppable(optimizer, coder)
+        parts = None if step.given else self.parts(optimizer)
         try:
-            if stands_in is not None:
-                step.optimizer, coder.stepper = stands_in.shell, get_ident()
-            result = _strategy(step).run(step, in_fp32)
+            if parts is not None:
+                step.optimizer, coder.params = parts.partial.shell, parts.params
+            result = _strategy(step).run(step, decoding)
         finally:
-            step.optimizer, coder.stepper = optimizer, None
-            if stands_in is not None:
-                stands_in.give_back_attributes()
-            coder.follow()
+            if parts is not None:
+                step.optimizer, coder.params = optimizer, {}
+                parts.give_back()
         if step.stash.step is step:  # not in gradient release, which steps only some parameters here
             coder.report(optimizer)
         return result
 
-    def steppable(self, optimizer: Any, coder: Coder) -> PartialStep | None:
-        """Return the step on stand-ins if the parameters are sharded; None if `optimizer` itself is stepped."""
-        return coded_shards.of_parts(optimizer, coder)
+    def parts(self, optimizer: Any) -> Parts | None:
+        """Return the step on plain tensors if the parameters are sharded; None if `optimizer` itself is stepped."""
+        return of_parts(optimizer)
 
 
 IN_CODES = InCodes()
@@ -240,24 +222,11 @@ def is_for(stash: Stash) -> bool:
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
-    """If the policy asks for state in eight bits, attach a `Coder` to `optimizer` (`keep_state`)."""
+    """If the policy asks for state in eight bits, attach a `Coder` to `optimizer`."""
     if stash.policy.optimizer_state is not None and stash.neighbours not in coders:
-        keep_state(optimizer, stash, Coder)
-
-
-def keep_state(optimizer: Any, stash: Stash, kind_of_coder: type[Coder]) -> None:
-    """Attach a `kind_of_coder` to `optimizer`; it encodes the state before each backward and each step."""
-    known = weakref.ref(stash)  # a reference would make a cycle
-
-    def state_of(coder: Coder, param: Tensor, state: dict[str, Any]) -> CodedState:
-        made = coded_shards.state_of(coder, param, state)
-        made.stays_fp32 = _stays_fp32(known(), param)
-        return made
-
-    kind = base_class(optimizer)
-    coders[stash.neighbours] = kind_of_coder(kind.__name__, state_of, per_parameter.fp32_state_of(kind))
-    stash.neighbours.before_backward.append(_close)
-    stash.neighbours.before_step.append(_close)
+        kind = base_class(optimizer)
+        coders[stash.neighbours] = Coder(kind.__name__, per_parameter.fp32_state_of(kind))
+        stash.neighbours.before_backward.append(_encode_pending)
 
 
 def named_params(named: Any, models: list[nn.Module], *_: Any) -> list[Tensor]:
@@ -267,54 +236,45 @@ def named_params(named: Any, models: list[nn.Module], *_: Any) -> list[Tensor]:
 
 def leave_in_fp32(targets: Sequence[Any], params: list[Tensor]) -> None:
     """List in each optimizer's stash the parameters of `params`, whose state stays FP32 (`Stash.fp32_state`).
-
     A stash lists the parameters that its optimizer holds, and the parameters that no optimizer holds yet: a later
     `add_param_group` may add them to any of the optimizers.
     """
     stashes = list(map(known_stash, targets))
-    held = [{id(p) for p, _ in s.masters.pairs(o.param_groups)} for o, s in zip(targets, stashes, strict=True)]
+    held = [{p for p, _ in s.masters.pairs(o.param_groups)} for o, s in zip(targets, stashes, strict=True)]
     for own, stash in zip(held, stashes, strict=True):
-        stash.fp32_state = [p for p in params if id(p) in own or not any(id(p) in other for other in held)]
+        stash.fp32_state = [p for p in params if p in own or not any(p in other for other in held)]
 
 
-def _stays_fp32(stash: Stash | None, param: Tensor) -> bool:
-    """Tell whether `param`, or the parameter whose master it is, was given to `leave_in_fp32`."""
-    named = None if stash is None else stash.masters.param_of(param)
-    return stash is not None and any(each is named for each in stash.fp32_state)
-
-
-def _close(optimizer: Any, stash: Stash) -> None:
-    coders[stash.neighbours].close(optimizer)
+def _encode_pending(optimizer: Any, stash: Stash) -> None:
+    """Encode FP32 state from before `initialize` or from a checkpoint: in a backward it would be in the way."""
+    coder = coders[stash.neighbours]
+    if coder.is_pending:
+        coder.encode(optimizer, optimizer.state, in_place=True)
+        coder.is_pending = False
 
 
 def overrides(base: Any) -> dict[str, Any]:
     """Return {name: value} of what a generated class over `base` gets if state is codes: methods and the strategy."""
-    loading, saving = _loading(base), _state_dict_in_fp32(base)
-    return {"state_dict": saving, "load_state_dict": loading, "strategy": IN_CODES}
 
-
-def _state_dict_in_fp32(base: Any) -> Any:
     @wraps(base.state_dict)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = base.state_dict(self)
-        states = found["state"]
-        plain = {key: state.in_fp32() if isinstance(state, CodedState) else state for key, state in states.items()}
-        return {**found, "state": plain}
+        return {**found, "state": tree.map_tensors(in_fp32, found["state"])}
 
-    return state_dict
-
-
-def _loading(base: Any) -> Any:
     @wraps(base.load_state_dict)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         base.load_state_dict(self, state_dict)
-        if (stash := stash_of(self)) is not None:  # with is_lent=False, steps would write into the checkpoint
-            coders[stash.neighbours].adopt(self, list(self.state), is_lent=True)
+        if (stash := stash_of(self)) is not None:
+            for param, state in list(self.state.items()):  # else the checkpoint's own tensors would become codes
+                self.state[param] = tree.map_tensors(Tensor.detach, state)
+            coder = coders[stash.neighbours]
+            coder.is_pending, coder.seen = True, ([], [])
 
-    return load_state_dict
+    return {"state_dict": state_dict, "load_state_dict": load_state_dict, "strategy": IN_CODES}
 
 
 def make_whole(optimizer: Any, stash: Stash) -> None:
-    """Decode the state of `optimizer` into plain FP32 dicts."""
-    if (coder := coders.get(stash.neighbours)) is not None:
-        coder.make_whole(optimizer)
+    """Decode the state of `optimizer` into FP32 tensors."""
+    if stash.neighbours in coders:
+        for state, name, value in coded_entries(optimizer.state.values()):
+            state[name] = in_fp32(value)

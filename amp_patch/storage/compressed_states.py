@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from amp_patch import multi_tensor
-from amp_patch.storage.coded_state import Coded, is_large
+from amp_patch.storage.coded_state import Coded, encoded, is_large
 from amp_patch.support.distributed import stateful
 from amp_patch.support.words import of_class
 from amp_patch.training.stash import Stash
@@ -62,17 +60,22 @@ def decompress_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
-    """Add a hook to `optimizer`, by which its `load_state_dict` accepts a result of `compress_state_dict`."""
+    """Let the `load_state_dict` of `optimizer` accept a result of `compress_state_dict`; decode one loaded before."""
     if isinstance(optimizer, torch.optim.Optimizer):
+        _decode(optimizer)
         # prepend=True: it runs first, so that user code's hooks receive FP32 tensors.
         stash.neighbours.undo.append(optimizer.register_load_state_dict_pre_hook(_before_load, prepend=True).remove)
 
 
 def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    inner = stateful(optimizer)
-    if inner is not optimizer:  # ZeroRedundancyOptimizer gives its inner optimizer the values before torch's hooks
-        inner.state.update(_changed(inner.state, _in_fp32))
+    if stateful(optimizer) is not optimizer:  # ZeRO gives its inner optimizer the values before torch's hooks
+        _decode(optimizer)
     return decompress_state_dict(state_dict)
+
+
+def _decode(optimizer: Any) -> None:
+    states = stateful(optimizer).state
+    states.update(_changed(states, _in_fp32))
 
 
 def _with_values(state_dict: Any, made: Callable[[Any], Any], caller: str) -> dict[str, Any]:
@@ -100,8 +103,7 @@ def _changed(states: dict[Any, Any], made: Callable[[Any], Any]) -> dict[Any, An
 def _in_codes(value: Any) -> Any:
     """Return a dict of codes and scales, if `value` is a large FP32 tensor to whose bits it decodes; else `value`."""
     for name, dtype in FORMATS.items() if is_large(value, value) else ():
-        coded = Coded(value, dtype)
-        multi_tensor.multi_tensor_encode([value], [coded.codes], [coded.scales])
+        coded = encoded(value, dtype)
         if torch.equal(coded.decoded().view(torch.int32), value.view(torch.int32)):
             return {"format": name, "codes": coded.codes, "scales": coded.scales}
     return value
@@ -111,12 +113,14 @@ def _in_fp32(value: Any) -> Any:
     """Return the FP32 tensor if `value` is a dict of codes and scales; else `value`."""
     if not isinstance(value, dict) or set(value) != _KEYS:
         return value
-    if value["format"] not in FORMATS:
+    codes = value["codes"]
+    if codes.is_floating_point():
+        # torch has cast them, because they were loaded into an optimizer in no training, and has overwritten the name
+        # of the format. The largest number of a block has the code 240 if it is uint8, and at most 120 if it is int8.
+        codes = codes.to(torch.uint8 if (codes > 127).any() else torch.int8)
+    elif value["format"] not in FORMATS:
         raise ValueError(
             f"load_state_dict: state in the format {value['format']!r}; wanted {' or '.join(map(repr, FORMATS))}; "
             "decompress it by amp.decompress_state_dict() of the version of amp_patch that has saved it"
         )
-    codes: Tensor = value["codes"]
-    made = torch.empty_like(codes, dtype=torch.float32)
-    multi_tensor.multi_tensor_decode([codes], [made], [value["scales"]])
-    return made
+    return Coded(codes, value["scales"].float()).decoded()

@@ -16,15 +16,13 @@ from amp_patch.around import fsdp
 from amp_patch.masters.grad_field import set_own_grad
 from amp_patch.masters.masters import has_gradient
 from amp_patch.policy import STOCHASTIC, Policy
-from amp_patch.storage import coded_shards, coded_steps
-from amp_patch.storage.coded_state import CodedState, Coder
-from amp_patch.storage.stand_ins import with_stand_ins
+from amp_patch.storage import coded_steps
+from amp_patch.storage.coder import Coder, Parts, are_alike, check_shards, part_of
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, local
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.step import Plain, Step
-from amp_patch.ways.partial_step import PartialStep
 
 KEY = ("rounded_shards",)  # key of the generated optimizer classes
 
@@ -52,27 +50,13 @@ def check_group(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
 def _check(caller: str, optimizer: Any, policy: Policy, params: list[Tensor]) -> None:
     if policy.master_weights != STOCHASTIC or not any(map(_is_low_shard, params)):
         return
-    reason = coded_shards.reason_against(optimizer) or coded_steps.reason_against(optimizer)
-    if reason is not None:
-        raise ValueError(
-            f"{caller}: master_weights='stochastic' is not for this {base_class(optimizer).__name__}, whose parameters "
-            f"fully_shard has sharded, so that each process steps a part of each: {reason}; leave master_weights at "
-            "None and shard the model in FP32, or use an optimizer that steps each element by itself"
-        )
+    way_out = "leave master_weights at None and shard the model in FP32"
+    wanted, against = f"{caller}: master_weights='stochastic'", coded_steps.reason_against(optimizer)
+    check_shards(wanted, optimizer, way_out, against)
 
 
 def _is_low_shard(param: Tensor) -> bool:
     return is_dtensor(param) and param.dtype is torch.bfloat16
-
-
-class InFp32(Coder):
-    """A coder that encodes nothing: it stores the state of the local shards as FP32 tensors."""
-
-    def _codes_of(self, state: CodedState, name: str) -> torch.dtype | None:
-        return None
-
-    def report(self, optimizer: Any) -> None:
-        """Do nothing. The base class warns if no state is stored as codes, and this class stores none as codes."""
 
 
 class OnMasters(coded_steps.InCodes):
@@ -90,28 +74,28 @@ class OnMasters(coded_steps.InCodes):
                 part.master.grad = None
         return result
 
-    def steppable(self, optimizer: Any, coder: Coder) -> PartialStep:
+    def parts(self, optimizer: Any) -> Parts:
         stash = known_stash(optimizer)
         masters = stash.masters
         grads: dict[Tensor, Tensor] = {}
 
-        def stand_in(param: Tensor) -> Tensor:
+        def part(param: Tensor) -> Tensor:
             if (master := masters.master_of_part(param)) is None:
-                return coded_shards.part_of(param)
+                return part_of(param)
             if has_gradient(param):
                 grads[master] = _gradient(optimizer, stash, param)
             return master
 
-        partial = with_stand_ins(optimizer, coder, stand_in)
+        parts = Parts(optimizer, part)
         _give_gradients(stash, grads)
-        return partial
+        return parts
 
 
 ON_MASTERS = OnMasters()
 
 
 def _gradient(optimizer: Any, stash: Stash, shard: Any) -> Tensor:
-    if not coded_shards.are_alike(shard.grad, shard):
+    if not are_alike(shard.grad, shard):
         name = stash.names().get(shard, "a shard")
         raise RuntimeError(
             f"{base_class(optimizer).__name__}.step: the gradient of {name!r} is laid out as "
@@ -153,7 +137,7 @@ def enter(optimizer: Any, stash: Stash) -> None:
         if any(map(_is_low_shard, group["params"])):
             stash.masters.attach(optimizer, group, form=form)
     if getattr(type(optimizer), "strategy", None) is ON_MASTERS and stash.neighbours not in coded_steps.coders:
-        coded_steps.keep_state(optimizer, stash, InFp32)
+        coded_steps.coders[stash.neighbours] = Coder(None)
 
 
 def overrides(base: Any) -> dict[str, Any]:
@@ -170,6 +154,6 @@ def overrides(base: Any) -> dict[str, Any]:
             base.load_state_dict(self, state_dict)
         finally:
             stash.masters.exchange(self, shards=True)
-        coded_steps.coder_of(self).adopt(self, list(self.state), is_lent=True)
+        coded_steps.coder_of(self).encode(self, self.state, in_place=False)
 
     return coded_steps.overrides(base) | {"strategy": ON_MASTERS, "load_state_dict": load_state_dict}

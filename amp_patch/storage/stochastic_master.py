@@ -49,7 +49,9 @@ class Rounding(Form):
     def __init__(self) -> None:
         self.seed = 0
         self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by the number of the master
-        self._positions: dict[int, int] = {}  # id(parameter) -> position
+        self._positions: dict[
+            int, int
+        ] = {}  # by the id of the parameter, which a weak reference would keep from being swapped
         self._later: dict[int, int] = {}  # number of a master to be made -> its loaded count of steps
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,18 +66,20 @@ class Rounding(Form):
 
     def places(self, params: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
         """Return the `params` that have a position, with their positions."""
-        return [(param, self._positions[id(param)]) for param in params if id(param) in self._positions]
+        return [(param, place) for param in params if (place := self._position(param)) is not None]
 
     def place(self, places: Iterable[tuple[Tensor, int]]) -> None:
         """Give copied parameters the positions that `places` has returned for the originals."""
         self._positions.update({id(param): position for param, position in places})
 
     def note_part(self, part: Tensor, whole: Tensor) -> None:
-        if (position := self._positions.get(id(whole))) is not None:
-            self._positions[id(part)] = position
+        self.place((part, position) for _, position in self.places([whole]))
+
+    def _position(self, param: Tensor) -> int | None:
+        return self._positions.get(id(param))
 
     def _number_of(self, param: Tensor) -> int:
-        number = self._positions.get(id(param))
+        number = self._position(param)
         if number is None or ((ref := self._masters.get(number)) is not None and ref() is not None):
             number = self._next
         return number

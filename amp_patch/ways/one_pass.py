@@ -398,7 +398,7 @@ def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
     """
     if not batch.group.get("momentum"):
         return [_ready(batch)]
-    fresh = [dict.get(optimizer.state[master], "momentum_buffer") is None for master in batch.masters]
+    fresh = [optimizer.state[master].get("momentum_buffer") is None for master in batch.masters]
     made = []
     for first_run in set(fresh):
         chosen = [is_fresh is first_run for is_fresh in fresh]

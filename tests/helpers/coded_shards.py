@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from coded_states import LEVELS, OPTIM, coded, die_in_the_next_step, in_eight_bits, loss_of, opened
+from coded_states import LEVELS, OPTIM, coded, die_in_the_next_step, in_eight_bits, loss_of
 from coded_states import MAKERS as CODED_MAKERS
 from coded_states import state_of as whole_state_of
 from fsdp_trainings import fully_shard, load_checkpoint, save_checkpoint
@@ -128,7 +128,6 @@ def trained(make: Any, options: Any, **settings: Any) -> dict[str, Any]:
         "losses": losses,
         "weights": here(model.parameters()),
         "coded": coded(optimizer),
-        "opened": opened(optimizer),
         "state": state_of(optimizer),
         "plain": [n for s in optimizer.state.values() for n, v in s.items() if type(v) is Tensor and v.dim()],
     }

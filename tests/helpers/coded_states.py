@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from training import iterate
 
 from amp_patch import amp, multi_tensor, optimizers
-from amp_patch.storage.coded_state import Coded, CodedState
+from amp_patch.storage.coded_state import Coded
 
 OPTIM = torch.optim
 
@@ -66,18 +66,12 @@ def go_on(model: Any, optimizer: Any, steps: range) -> list[float]:
 
 def coded(optimizer: Any) -> dict[str, int]:
     """Return for each name of state the number of tensors that are codes."""
-    names = [name for state in optimizer.state.values() if isinstance(state, CodedState) for name in kept_names(state)]
+    names = [name for state in optimizer.state.values() for name in kept_names(state)]
     return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
-def kept_names(state: CodedState) -> list[str]:
-    return [name for name in state if type(state.kept(name)) is Coded]
-
-
-def opened(optimizer: Any) -> int:
-    """Return the number of coded tensors whose FP32 values are in memory now."""
-    kept = [s.kept(name) for s in optimizer.state.values() if isinstance(s, CodedState) for name in kept_names(s)]
-    return sum(value.value is not None for value in kept)
+def kept_names(state: Any) -> list[str]:
+    return [name for name, value in state.items() if type(getattr(value, "_local_tensor", value)) is Coded]
 
 
 def state_of(optimizer: Any) -> list[Tensor]:
@@ -109,7 +103,7 @@ def die_in_the_next_step(optimizer: Any) -> None:
     optimizer.register_step_pre_hook(killed)
 
 
-OURS = ("amp_patch.storage.coded_s", "amp_patch.storage.stand_ins")  # how the modules' names begin
+OURS = ("amp_patch.storage.code",)  # how the modules' names begin
 
 
 def interrupt(place: int, call: Callable[[], Any]) -> int:

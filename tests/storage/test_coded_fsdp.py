@@ -22,7 +22,7 @@ from coded_shards import (
     trained,
 )
 from coded_states import MAKERS as CODED_MAKERS
-from coded_states import OPTIM, coded, in_eight_bits, kept_names, loss_of, opened
+from coded_states import OPTIM, coded, in_eight_bits, kept_names, loss_of
 from fsdp_trainings import (
     one_fixture,  # noqa: F401  the fixture `one`
     restored_fixture,  # noqa: F401  the fixture `restored`
@@ -34,8 +34,7 @@ from torch_optimizers import OPTIMIZERS
 from training import same
 
 from amp_patch import amp, multi_tensor
-from amp_patch.storage.coded_shards import ShardState
-from amp_patch.storage.coded_state import Coder, stored
+from amp_patch.storage.coder import Coder, stored
 from amp_patch.support.generated_class import Generated
 
 pytestmark = pytest.mark.skipif(
@@ -76,7 +75,7 @@ def as_by_hand(ranks: Any, make: Any, options: dict[str, Any]) -> list[dict[str,
         pytest.skip("torch's fused kernels round otherwise on this machine")
     ours, theirs = ranks(trained, make, options), ranks(referenced, make, options)
     for rank, wanted in zip(ours, theirs, strict=True):
-        assert rank["losses"] == wanted["losses"] and rank["opened"] == 0
+        assert rank["losses"] == wanted["losses"]
         assert same(rank["weights"], wanted["weights"]) and same(rank["state"], wanted["state"])
     return [rank["coded"] for rank in ours]
 
@@ -98,19 +97,18 @@ def test_torchs_optimizers_step_the_elements_here(ranks, name):
 def without_fp32_state(make: str, level: str) -> list[tuple[int, int]]:
     """A step in one pass; of each parameter with state the elements here, and the bytes that its state takes."""
 
-    def open_all(self: Coder, states: Any) -> None:
+    def in_fp32(self: Coder, *_: Any) -> None:
         raise AssertionError("a step in one pass needs no state in FP32")
 
     model, optimizer = start(make, **SHARDED[level])
-    kept, Coder.open_all = Coder.open_all, open_all  # type: ignore[method-assign]
+    kept, Coder.in_fp32 = Coder.in_fp32, in_fp32  # type: ignore[method-assign]
     try:
         go_on(model, optimizer, range(2))
     finally:
-        Coder.open_all = kept  # type: ignore[method-assign]
+        Coder.in_fp32 = kept  # type: ignore[method-assign]
     found = []
     for param, state in optimizer.state.items():
-        values = [value for name, value in stored(state).items() if name != "step"]
-        tensors = [t for value in values for t in (value if isinstance(value, list) else [value])]
+        tensors = stored([{name: value for name, value in state.items() if name != "step"}])
         found.append((param.to_local().numel(), sum(t.numel() * t.element_size() for t in tensors)))
     return found
 
@@ -147,27 +145,24 @@ def read_and_written(make: str) -> None:
     go_on(model, optimizer, range(2))
     param = model[2].weight
     state = optimizer.state[param]
-    assert type(state) is ShardState and set(kept_names(state)) == {"exp_avg", "exp_avg_sq"}
+    assert type(state) is dict and set(kept_names(state)) == {"exp_avg", "exp_avg_sq"}
     for name, value in state.items():
         if name != "step" and isinstance(value, type(param)):
             assert value.dtype is torch.float32 and value.shape == param.shape, name
             assert value.placements == param.placements and value.device_mesh == param.device_mesh
             assert value.stride() == param.stride() and value.to_local().shape == param.to_local().shape
     del value
-    assert opened(optimizer) == 2
     assert type(state["step"] if "step" in state else torch.zeros(())) is Tensor
     small = model[4].weight  # FP32, and empty on rank 1
     assert optimizer.state[small]["exp_avg"].placements == small.placements and not kept_names(optimizer.state[small])
     wanted = here([state["exp_avg_sq"]])
     state["exp_avg"].zero_()
-    with amp.scale_loss(loss_of(model, 2), optimizer):
-        assert opened(optimizer) == 0, "what was written is encoded before the next backward"
     assert not state["exp_avg"].to_local().any() and same(here([state["exp_avg_sq"]]), wanted)
     state["exp_avg"] += 1.0
     state["exp_avg_sq"] = torch.ones_like(param)  # a DTensor of their own
     optimizer.zero_grad()
-    with amp.scale_loss(loss_of(model, 2), optimizer):
-        assert set(kept_names(state)) == {"exp_avg", "exp_avg_sq"} and opened(optimizer) == 0
+    optimizer.step()  # without a gradient
+    assert set(kept_names(state)) == {"exp_avg", "exp_avg_sq"}
     assert bool((state["exp_avg"].to_local() == 1).all()) and bool((state["exp_avg_sq"].to_local() == 1).all())
 
     held, before = state["exp_avg"], here([state["exp_avg"]])
@@ -178,7 +173,6 @@ def read_and_written(make: str) -> None:
     )
     del held
     go_on(model, optimizer, range(3, 4))
-    assert opened(optimizer) == 0
     popped = optimizer.state[param].pop("exp_avg")
     assert popped.placements == param.placements and "exp_avg" not in optimizer.state[param]
 
@@ -199,7 +193,7 @@ def with_closure() -> dict[str, Any]:
             return loss
 
         optimizer.step(closure)
-    assert coded(optimizer) and opened(optimizer) == 0
+    assert coded(optimizer)
     return {"weights": here(model.parameters()), "state": state_of(optimizer)}
 
 
@@ -230,7 +224,7 @@ def tensor_parallel(kept: Any) -> list[Tensor]:
                 value = optimizer.state[model.weight][name].to_local()
                 value.copy_(in_eight_bits(value, codes))
     if kept:
-        assert coded(optimizer) == {"exp_avg": 1, "exp_avg_sq": 1} and opened(optimizer) == 0
+        assert coded(optimizer) == {"exp_avg": 1, "exp_avg_sq": 1}
     return [*here(model.parameters()), *state_of(optimizer)]
 
 

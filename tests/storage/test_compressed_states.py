@@ -20,7 +20,6 @@ from coded_states import (
     in_eight_bits,
     loss_of,
     net,
-    opened,
     start,
     state_of,
     through_file,
@@ -68,7 +67,7 @@ def test_each_tensor_that_is_stored_as_codes_is_codes_in_the_file_and_comes_back
     before, in_file = tensors_of(states), through_file(amp.compress_state_dict(states))
     names = compressed_names(in_file)
     assert {name: names.count(name) for name in names} == coded(optimizer)
-    assert opened(optimizer) == 0 and same(tensors_of(states), before), "the state dict is as it was"
+    assert same(tensors_of(states), before), "the state dict is as it was"
     after = amp.decompress_state_dict(in_file)
     assert after["param_groups"] == states["param_groups"] and same(tensors_of(after), before)
     for one, other in zip(tensors_of(after), before, strict=True):
@@ -180,6 +179,42 @@ def test_hooks_of_user_code_get_fp32_tensors_and_restore_takes_ours_away():
     amp.restore()
     optimizer.load_state_dict(amp.compress_state_dict(optimizer.state_dict()))
     assert seen[1] and len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+
+
+@crossed(
+    {"level": ["O0", "O1", "O2", "O5", "split"], "state": [None, "8bit"]},
+    pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam", "FusedAdam")]),
+)
+def test_codes_that_are_loaded_before_initialize_are_decoded_by_it(make, level, state):
+    model, optimizer = trained(make)
+    states, weights = through_file(amp.compress_state_dict(optimizer.state_dict())), model.state_dict()
+    wanted, names = state_of(optimizer), coded(optimizer)
+    amp.restore()
+    again = net()
+    its_optimizer = make(again.parameters())
+    again.load_state_dict(weights)
+    its_optimizer.load_state_dict(states)
+    again, its_optimizer = amp.initialize(again, its_optimizer, **LEVELS[level], optimizer_state=state, verbosity=0)
+    assert same(state_of(its_optimizer), wanted)
+    go_on(again, its_optimizer, range(3, 5))
+    assert coded(its_optimizer) == (names if state else {})
+
+
+@pytest.mark.parametrize("state", [None, "8bit"])
+def test_codes_that_torch_has_cast_to_bf16_are_decoded_to_its_precision(state):
+    """`load_state_dict` casts all tensors to the type of the parameters: codes are exact in BF16, scales are not."""
+    _, optimizer = trained(MAKERS["AdamW"])
+    states = amp.compress_state_dict(optimizer.state_dict())
+    wanted = state_of(optimizer)
+    amp.restore()
+    model = net().bfloat16()
+    its_optimizer = MAKERS["AdamW"](model.parameters())
+    its_optimizer.load_state_dict(states)
+    model, its_optimizer = amp.initialize(model, its_optimizer, opt_level="O5", optimizer_state=state, verbosity=0)
+    for ours, theirs in zip(state_of(its_optimizer), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-8, atol=0)
+        assert ours.dtype is torch.float32
+    go_on(model, its_optimizer, range(3, 4))
 
 
 def test_a_copied_optimizer_and_one_of_frozen_weights_load_it():

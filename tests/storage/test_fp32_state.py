@@ -11,13 +11,12 @@ import torch
 from coded_shards import SHARDED, sharded
 from coded_shards import go_on as go_on_here
 from coded_shards import state_of as state_here
-from coded_states import LEVELS, MAKERS, coded, go_on, kept_names, net, opened, start, state_of, through_file
+from coded_states import LEVELS, MAKERS, coded, go_on, kept_names, net, start, state_of, through_file
 from fsdp_trainings import restored_fixture  # noqa: F401  the fixture `restored`
 from torch import nn
 from training import masters_of, same, through_pickle
 
 from amp_patch import amp, multi_tensor
-from amp_patch.storage.coded_state import CodedState
 
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
@@ -27,7 +26,7 @@ every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 def coded_params(optimizer: Any) -> list[int]:
     """The places of the parameters whose state has codes, in the order of `master_params`."""
     states = [optimizer.state.get(param) for param in amp.master_params(optimizer)]
-    return [i for i, state in enumerate(states) if isinstance(state, CodedState) and kept_names(state)]
+    return [i for i, state in enumerate(states) if state and kept_names(state)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,7 +52,6 @@ def test_the_state_of_named_parameters_has_no_codes_at_any_level(make, options):
     for step in range(3):
         go_on(model, optimizer, range(step, step + 1))
         assert coded_params(optimizer) == [0] and coded(optimizer) == {"exp_avg": 1, "exp_avg_sq": 1}
-    assert opened(optimizer) == 0
 
 
 def test_plain_torch_and_steps_in_backward_leave_it_in_fp32_too():
@@ -177,6 +175,26 @@ def test_copies_leave_the_same_state_in_fp32(copied, options):
     assert coded_params(its_optimizer) == [0]
 
 
+@pytest.mark.parametrize(("dtype", "level"), [(torch.float32, "O0"), (torch.bfloat16, "O5")])
+@every_maker
+def test_state_that_comes_with_the_optimizer_stays_fp32_too(make, dtype, level):
+    model = net().to(dtype)
+    optimizer = make(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 48, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+    twin, its_optimizer = copy.deepcopy((model, optimizer))
+    ends = []
+    for each, of in ((model, optimizer), (twin, its_optimizer)):
+        options = {"optimizer_state": "8bit", "fp32_state": "2"} if each is model else {}
+        each, of = amp.initialize(each, of, opt_level=level, **options, verbosity=0)
+        go_on(each, of, range(2, 3))
+        ends.append([t for t in of.state_dict()["state"][2].values() if isinstance(t, torch.Tensor) and t.dim()])
+    assert coded_params(optimizer) == [0] and not coded(its_optimizer) and ends[0] and same(*ends)
+    amp.restore()
+
+
 def test_initialize_again_names_anew():
     model, optimizer = start(MAKERS["AdamW"], fp32_state="2")
     go_on(model, optimizer, range(2))
@@ -195,7 +213,7 @@ def test_a_named_parameter_that_is_unfrozen_later_has_fp32_state(masters):
     go_on(model, optimizer, range(2, 4))
     assert coded_params(optimizer) == [0]
     (state,) = (s for p, s in optimizer.state.items() if p.shape == model[2].weight.shape)
-    assert type(state.kept("exp_avg")) is torch.Tensor and state.kept("exp_avg").abs().sum() > 0
+    assert type(state["exp_avg"]) is torch.Tensor and state["exp_avg"].abs().sum() > 0
 
 
 @pytest.mark.parametrize("number", [1, 2])

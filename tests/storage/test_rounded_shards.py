@@ -160,7 +160,7 @@ def held() -> list[tuple[int, dict[str, int]]]:
     assert not any(master.waits_alone() for master in masters)
     found = []
     for param, state in optimizer.state.items():
-        tensors = {"weight": param, "grad": param.grad, **{n: state.kept(n) for n in ("exp_avg", "exp_avg_sq")}}
+        tensors = {"weight": param, "grad": param.grad, **{n: state[n] for n in ("exp_avg", "exp_avg_sq")}}
         sizes = {name: here([t])[0].nbytes for name, t in tensors.items()}
         found.append((param.to_local().numel(), sizes))
     return found

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from amp_patch.diagnose.recording.run import LOW_TYPES
-from amp_patch.storage.coded_state import stored
-from amp_patch.support import distributed, tree
+from amp_patch.storage.coder import stored
+from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import observers
 from amp_patch.training.optimizer import lost_eps
@@ -73,7 +73,7 @@ class Sizes:
         stepped = observers.stored(masters)
         weights = {id(param) for param, _ in pairs}  # a stochastically rounded master is stored in its weight
         self.bytes["masters"] = _bytes(tensor for tensor in stepped if id(tensor) not in weights)
-        self.bytes["state"] = _bytes(t for state in states for t in tree.tensors([*map(stored, state.values())]))
+        self.bytes["state"] = _bytes(tensor for state in states for tensor in stored(state.values()))
 
     @eager_only
     def measure_gradients(self) -> None:
