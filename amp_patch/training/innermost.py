@@ -11,7 +11,7 @@ import torch
 _NAMES = ("optim", "optimizer", "base_optimizer", "_optimizer")
 
 
-def innermost(optimizer: Any) -> Any:
+def innermost(optimizer: object) -> Any:
     """Return the optimizer inside wrappers, stored under one of `_NAMES`."""
     if "_amp_stash" in getattr(optimizer, "__dict__", ()):  # only innermost optimizers have a stash
         return optimizer
@@ -19,7 +19,7 @@ def innermost(optimizer: Any) -> Any:
     return last
 
 
-def layers(optimizer: Any) -> Iterator[Any]:
+def layers(optimizer: object) -> Iterator[Any]:
     """Yield `optimizer`, then the optimizer that it wraps, and so on, down to the innermost optimizer."""
     seen: set[int] = set()
     while id(optimizer) not in seen:

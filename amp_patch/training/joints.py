@@ -7,12 +7,23 @@ after the first ones read none of these lists except `forms`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from amp_patch.masters.closed_master import Form
 from amp_patch.policy import Policy
+
+
+class Optimizer(Protocol):
+    """The optimizer of a training, inside of all wrappers: one of torch.optim, or an object with these attributes."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    @property
+    def step(self) -> Callable[..., Any]: ...
+
 
 # Options --------------------------------------------------------------------------------------------------------------
 
@@ -64,14 +75,14 @@ class Strategy:
         """Tell whether optimizers of the class `base` have this strategy by default."""
         return False
 
-    def knows(self, optimizer: Any, stash: Any) -> bool:
+    def knows(self, optimizer: Optimizer, stash: Any) -> bool:
         """Tell whether the strategy takes deferred gradients at the optimizer's present settings; if not, log why."""
         return False
 
     def drop(self) -> None:
         """Forget what the strategy has noted in a body of `scale_loss` that an exception has ended."""
 
-    def suits(self, optimizer: Any, stash: Any, given: bool) -> bool:
+    def suits(self, optimizer: Optimizer, stash: Any, given: bool) -> bool:
         """Tell whether the strategy can make the coming step; if not, log why. `given`: as in `Step` (step.py)."""
         raise NotImplementedError
 

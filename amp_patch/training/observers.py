@@ -23,6 +23,7 @@ from amp_patch.support import distributed
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.patches import Patches
 from amp_patch.training.innermost import innermost
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.stash import Body, enabled_stash, stash_of
 
 
@@ -45,10 +46,10 @@ class Observer:
     def body_ends(self, body: Body) -> None:
         """The body has ended. `body.failed`: whether an exception has ended it."""
 
-    def step_begins(self, optimizer: Any) -> None:
+    def step_begins(self, optimizer: Optimizer) -> None:
         """`step()` of any optimizer was called. If its class calls `super().step()`, this method is called twice."""
 
-    def step_ends(self, optimizer: Any) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
         """`optimizer.step()` has returned."""
 
     # The methods below are called at calls of GradScalers: torch's, or a subclass's, unless the scaler is disabled.
@@ -56,16 +57,16 @@ class Observer:
     def loss_given_to_scaler(self, scaler: Any, loss: Any, scaled: Any, scale: Any) -> None:
         """`scaler.scale(loss)` has returned `scaled`. `scale`: the factor, a tensor of one element."""
 
-    def scaler_unscales(self, scaler: Any, optimizer: Any) -> None:
+    def scaler_unscales(self, scaler: Any, optimizer: Optimizer) -> None:
         """`scaler.unscale_(optimizer)` was called by the script."""
 
-    def scaler_unscaled(self, scaler: Any, optimizer: Any) -> None:
+    def scaler_unscaled(self, scaler: Any, optimizer: Optimizer) -> None:
         """`scaler.unscale_(optimizer)` has returned, or raised."""
 
-    def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
+    def scaler_steps(self, scaler: Any, optimizer: Optimizer) -> None:
         """`scaler.step(optimizer)` was called. If the optimizer steps, `step_begins` and `step_ends` follow."""
 
-    def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Any) -> None:
+    def scaler_stepped(self, scaler: Any, optimizer: Optimizer, skipped: Any) -> None:
         """`scaler.step(optimizer)` has returned, or raised.
 
         `skipped`: a tensor of one element, not 0 if there was an overflow; None after an exception.
@@ -116,12 +117,12 @@ def tell(what: str, *args: Any) -> None:
 
 
 @not_traced
-def _step_begins(optimizer: Any, *_: Any) -> None:
+def _step_begins(optimizer: Optimizer, *_: Any) -> None:
     tell("step_begins", optimizer)
 
 
 @not_traced
-def _step_ends(optimizer: Any, *_: Any) -> None:
+def _step_ends(optimizer: Optimizer, *_: Any) -> None:
     tell("step_ends", optimizer)
 
 
@@ -129,13 +130,13 @@ def _step_ends(optimizer: Any, *_: Any) -> None:
 # Questions about an optimizer
 
 
-def policy_of(optimizer: Any) -> Policy | None:
+def policy_of(optimizer: Optimizer) -> Policy | None:
     """Return the policy of the training that `optimizer`, or the one inside of it, is in; None without a training."""
     stash = stash_of(innermost(optimizer))
     return stash.policy if stash is not None and stash.enabled else None
 
 
-def pairs_of(optimizer: Any) -> Sequence[tuple[Tensor, Tensor]]:
+def pairs_of(optimizer: Optimizer) -> Sequence[tuple[Tensor, Tensor]]:
     """Return (parameter, master) for each tensor in the groups. A parameter without a master is its own."""
     if (stash := stash_of(optimizer)) is not None:
         return stash.masters.pairs(optimizer.param_groups)
@@ -153,7 +154,7 @@ def stored(masters: list[Tensor]) -> list[Tensor]:
     return kernel_tensors(masters).tensors
 
 
-def models_of(optimizer: Any) -> list[Any]:
+def models_of(optimizer: Optimizer) -> list[Any]:
     """Return the models of the optimizer's training that have parameters of this optimizer."""
     stash = stash_of(optimizer)
     if stash is None:
@@ -162,44 +163,44 @@ def models_of(optimizer: Any) -> list[Any]:
     return [model for model in stash.neighbours.siblings.alive_models() if not held.isdisjoint(model.parameters())]
 
 
-def body_of(optimizer: Any) -> Body | None:
+def body_of(optimizer: Optimizer) -> Body | None:
     """Return the running body of `scale_loss` of this optimizer; None if there is none."""
     stash = stash_of(optimizer)
     return None if stash is None else stash.neighbours.body()
 
 
-def loss_scale_of(optimizer: Any) -> float | None:
+def loss_scale_of(optimizer: Optimizer) -> float | None:
     """Return the scale of the training's first loss; None if the optimizer is in no training. Syncs."""
     stash = stash_of(optimizer)
     return stash.scalers[0].loss_scale() if stash is not None and stash.scalers else None
 
 
-def has_made_gradients(optimizer: Any) -> bool:
+def has_made_gradients(optimizer: Optimizer) -> bool:
     """Tell whether a body of `scale_loss` has made gradients for the optimizer's next step."""
     stash = stash_of(innermost(optimizer))
     return stash is not None and stash.unscaled is not None
 
 
-def had_bodies(optimizer: Any) -> bool:
+def had_bodies(optimizer: Optimizer) -> bool:
     """Tell whether a body of `scale_loss` of this optimizer has ever begun."""
     stash = stash_of(optimizer)
     return stash is not None and stash.bodies > 0
 
 
-def has_stepped(optimizer: Any) -> bool:
+def has_stepped(optimizer: Optimizer) -> bool:
     """Tell at `step_ends` whether a training's step has ended: not an inner `step`, which a subclass's has called."""
     stash = enabled_stash(optimizer)
     return stash is not None and stash.step is None
 
 
-def last_skip(optimizer: Any) -> Tensor | float:
+def last_skip(optimizer: Optimizer) -> Tensor | float:
     """Return 1 if the optimizer has skipped its last step, else 0: as a tensor, if only the device knows."""
     stash = enabled_stash(optimizer)
     assert stash is not None
     return stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
 
 
-def count_skips(optimizer: Any) -> None:
+def count_skips(optimizer: Optimizer) -> None:
     """Count in the loss scalers the steps that the device has skipped. Syncs."""
     if (stash := stash_of(optimizer)) is not None:
         stash.collect_device_skips(wait=True)
@@ -215,7 +216,7 @@ def gradients_of(tensors: Collection[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def fp32_values(
-    optimizer: Any, names: Mapping[int, str], read: Callable[[Tensor], Tensor]
+    optimizer: Optimizer, names: Mapping[int, str], read: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, `read(FP32 value)`) of each parameter that is in low precision, or would be at some level.
 

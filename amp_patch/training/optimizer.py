@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.words import of_class
 from amp_patch.training import joints, slips, untouched
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, stash_of, take_stash
 from amp_patch.training.step import WHOLE, lead_to_step, step_of
@@ -35,7 +36,7 @@ _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad) 
 class AssignedState:
     """The descriptor of `state`: an assigned dictionary is found by the model's parameters; a read costs nothing."""
 
-    def __set__(self, optimizer: Any, value: Any) -> None:
+    def __set__(self, optimizer: Optimizer, value: Any) -> None:
         vars(optimizer)["state"] = value
         stash = stash_of(optimizer)
         if stash is not None and stash.policy.master_weights:
@@ -45,6 +46,9 @@ class AssignedState:
 class AmpOptimizer(Generated):
     """Base of the generated classes of optimizers: the methods that `initialize` overrides."""
 
+    param_groups: list[dict[str, Any]]
+    state: Any
+    step: Callable[..., Any]
     strategy: joints.Strategy = WHOLE  # the default of the class; `neighbours.strategy` overrides it for one optimizer
     _step_supports_amp_scaling = slips.SupportsScaling()
 
@@ -74,7 +78,7 @@ class AmpOptimizer(Generated):
         if at_once:  # `super().zero_grad()` would materialize each deferred gradient by a read of `.grad`
             if masters.waiting is not None:
                 masters.waiting.clear(masters.links.records)
-            for group in self.param_groups:  # type: ignore[attr-defined]
+            for group in self.param_groups:
                 drop_gradients(group["params"])
         drop_gradients(masters.links.params)
         stash.pending = stash.unscaled = None
@@ -97,7 +101,7 @@ class AmpOptimizer(Generated):
         stash = stash_of(self)
         if stash is not None and stash.enabled:
             added = _new_params(param_group)
-            known = stash.masters.of_groups(self.param_groups).params  # type: ignore[attr-defined]
+            known = stash.masters.of_groups(self.param_groups).params
             if not set(known).isdisjoint(added):
                 raise ValueError("add_param_group: some parameters appear in more than one parameter group")
             if stash.policy.master_weights:
@@ -105,7 +109,7 @@ class AmpOptimizer(Generated):
         super().add_param_group(param_group)  # type: ignore[misc]
         if stash is None or not stash.enabled:
             return
-        group = self.param_groups[-1]  # type: ignore[attr-defined]
+        group = self.param_groups[-1]
         stash.masters.changed()
         if stash.policy.patch_torch_functions and stash.policy.cast_model_type is None:
             widen(stash, group["params"])
@@ -145,7 +149,7 @@ class AmpOptimizer(Generated):
                 note_sharing(stash)
 
 
-def check_optimizer(optimizer: Any, policy: Policy) -> None:
+def check_optimizer(optimizer: Optimizer, policy: Policy) -> None:
     """Raise if `initialize` cannot take the innermost optimizer `optimizer`; change nothing.
 
     Raises:
@@ -168,7 +172,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
 
 
 def enter_training(
-    optimizer: Any, stash: Stash, about_to_be_cast: Collection[Tensor], mixin: type[AmpOptimizer] = AmpOptimizer
+    optimizer: Optimizer, stash: Stash, about_to_be_cast: Collection[Tensor], mixin: type[AmpOptimizer] = AmpOptimizer
 ) -> None:
     """Give `optimizer` its generated class (with the methods of `mixin`), its stash, and masters for its parameters."""
     if stash.policy.master_weights:
@@ -209,18 +213,18 @@ def _carry_stash(patches: Patches) -> None:
     patches.set(cls, "__setstate__", with_hooks)
 
 
-def _lead_scheduler(optimizer: Any) -> None:
+def _lead_scheduler(optimizer: Optimizer) -> None:
     """Redirect the `step` that a scheduler has stored in the instance to the optimizer's present class.
 
     The scheduler's wrapper has captured the `step` of the earlier class. Without this, `optimizer.step()` would run
     the `step` of the earlier class.
     """
-    captured = vars(optimizer).get("step")
+    captured: Any = vars(optimizer).get("step")
     if getattr(captured, "_wrapped_by_lr_sched", False) and "func" in captured.__code__.co_freevars:
         captured.__closure__[captured.__code__.co_freevars.index("func")].cell_contents = type(optimizer).step
 
 
-def enter_step(optimizer: Any, stash: Stash) -> None:
+def enter_step(optimizer: Optimizer, stash: Stash) -> None:
     """Bind `stash` to `optimizer`, and make the calls of `optimizer.step` run `Step`.
 
     If the policy has masters and a strategy takes deferred gradients, gradients are deferred from now on. Otherwise
@@ -231,11 +235,11 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
         stash.masters.let_gradients_wait()
     if isinstance(optimizer, Generated):
         lead_to_step(optimizer)
-    else:
+    elif isinstance(optimizer, torch.optim.Optimizer):
         stash.neighbours.undo += untouched.hook(optimizer)
 
 
-def restore(optimizer: Any, *, recast_state: bool = True) -> None:
+def restore(optimizer: Optimizer, *, recast_state: bool = True) -> None:
     """Undo `enter_training`: gradients, groups, class and stash of `optimizer` are as without amp_patch.
 
     If `recast_state`, also remove the parameters' masters, and cast the optimizer's state to the parameters' present
@@ -267,10 +271,10 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt.finish()
 
 
-def state_follows_params(optimizer: Any) -> None:
+def state_follows_params(optimizer: Optimizer) -> None:
     """Cast the optimizer's state to the dtypes of the tensors that it steps, by torch's rules for loading a state."""
-    optimizer = stateful(optimizer)
-    stash = stash_of(optimizer)
+    holder = stateful(optimizer)
+    stash = stash_of(holder)
     parts = {} if stash is None else stash.masters.parts  # these DTensors have FP32 masters that are in no group
 
     def follows(value: Any, param: Tensor) -> bool:
@@ -278,16 +282,16 @@ def state_follows_params(optimizer: Any) -> None:
         is_of_elements = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         return not is_of_elements or value.dtype is wanted
 
-    if getattr(optimizer, "state", None) and not all(
+    if getattr(holder, "state", None) and not all(
         follows(value, param)
-        for param, state in optimizer.state.items()
+        for param, state in holder.state.items()
         if isinstance(param, Tensor) and isinstance(state, dict)
         for value in state.values()
     ):
-        optimizer.load_state_dict(optimizer.state_dict())
+        holder.load_state_dict(holder.state_dict())
 
 
-def warn_of_small_eps(optimizer: Any) -> None:
+def warn_of_small_eps(optimizer: Optimizer) -> None:
     """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0.
 
     Optimizers with the attribute `computes_in_fp32` are not checked.
@@ -300,7 +304,7 @@ def warn_of_small_eps(optimizer: Any) -> None:
         )
 
 
-def lost_eps(optimizer: Any) -> Iterator[tuple[int, float, torch.dtype]]:
+def lost_eps(optimizer: Optimizer) -> Iterator[tuple[int, float, torch.dtype]]:
     """Yield (index of a group, eps, low-precision dtype) for each group whose `eps` is 0 in that dtype."""
     if getattr(optimizer, "computes_in_fp32", False):
         return

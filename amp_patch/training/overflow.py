@@ -8,8 +8,6 @@ device. Under DDP all ranks decide alike, because gradients are averaged before 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,12 +15,13 @@ from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
 from amp_patch.support import device_sync, distributed
 from amp_patch.support.generated_class import base_class
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.slips import SupportsScaling, warn_of_no_body
 from amp_patch.training.stash import DeviceSkip, Stash, known_stash, overflowed
 
 
-def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> tuple[bool, Tensor | None]:
+def decide(optimizer: Optimizer, stash: Stash, is_capturing: bool, may_skip: bool) -> tuple[bool, Tensor | None]:
     """Decide whether the coming step is skipped, or leave that to the optimizer on the device.
 
     If the optimizer can skip on the device (`may_skip`, from `may_skip_on_device`), the result has the flag for it.
@@ -60,7 +59,7 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> 
     return bool(scalers), None
 
 
-def drop_overflowed(optimizer: Any, stash: Stash) -> None:
+def drop_overflowed(optimizer: Optimizer, stash: Stash) -> None:
     """Drop the gradients of an optimizer that leaves its training, if they overflowed since its last step. May sync.
 
     Without this, the optimizer's own step would use them. If no gradient overflowed, all gradients stay.
@@ -73,7 +72,7 @@ def drop_overflowed(optimizer: Any, stash: Stash) -> None:
             master.grad = None
 
 
-def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
+def _refuse_in_capture(optimizer: Optimizer, may_skip: bool) -> None:
     """Raise RuntimeError with the way out: during a capture of a CUDA graph the host cannot read an overflow flag.
 
     `may_skip`: whether the optimizer can skip on the device. If so, it only cannot skip this step, because the step is
@@ -93,7 +92,7 @@ def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
     )
 
 
-def culprits(optimizer: Any) -> str:
+def culprits(optimizer: Optimizer) -> str:
     """Return a text with the names of the parameters whose gradients are not finite, at most eight. Syncs."""
     stash = known_stash(optimizer)
     lines = []
@@ -122,7 +121,7 @@ def _rounds_at_random(stash: Stash) -> bool:
     return form is not None and not form.is_exact
 
 
-def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
+def _knows_of_each(optimizer: Optimizer, stash: Stash) -> bool:
     """Tell whether, as far as the host knows, each parameter with a gradient has taken a step before.
 
     The host tells torch's fused SGD that a step is the first, and the kernel then initializes the momentum. If the
@@ -136,7 +135,7 @@ def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
     )
 
 
-def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
+def may_skip_on_device(optimizer: Optimizer, stash: Stash) -> bool:
     """Tell whether the optimizer can skip on the device, and all overflow flags are on one asynchronous device.
 
     If so, the optimizer gets the flag as torch.amp.GradScaler passes it, and the host reads the outcome later.
@@ -152,7 +151,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
     return len(devices) == 1 and device_sync.waits(devices.pop())
 
 
-def note_stepped(optimizer: Any, stash: Stash) -> None:
+def note_stepped(optimizer: Optimizer, stash: Stash) -> None:
     """Store for each stepped master the number of its state entries: `_knows_of_each` finds by it that it stepped."""
     get = getattr(optimizer.state, "get_by_master", optimizer.state.get)
     for record in stash.masters.of_groups(optimizer.param_groups).records:

@@ -149,7 +149,7 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     return targets
 
 
-def groups_of(optimizer: Any, caller: str) -> Any:
+def groups_of(optimizer: object, caller: str) -> Any:
     """Return the param groups of the innermost optimizer; raise TypeError if there are none (a model was passed)."""
     groups = getattr(innermost(optimizer), "param_groups", None)
     if groups is None:

@@ -17,6 +17,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.reach import reach_of
 from amp_patch.support.scripts_line import frames, stacklevel
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.stash import Neighbours, Stash, has_unscaled, known_stash, stash_of
 
 # The optimizers about whose first gradients a warning was given, or ruled out.
@@ -100,7 +101,7 @@ def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None
 of_waiting_scaler: list[Callable[[Sequence[Tensor]], bool]] = []
 
 
-def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
+def warn_of_no_scaler_step(optimizer: Optimizer, stash: Stash) -> bool:
     """Warn once if a GradScaler has scaled the gradients and the script calls `optimizer.step()` without it.
 
     Returns:
@@ -117,7 +118,7 @@ def warn_of_no_scaler_step(optimizer: Any, stash: Stash) -> bool:
     return True
 
 
-def _is_scaled_by_scaler(optimizer: Any, stash: Stash) -> bool:
+def _is_scaled_by_scaler(optimizer: Optimizer, stash: Stash) -> bool:
     """Tell whether a GradScaler that has stepped no optimizer yet has scaled the gradients of the first step."""
     if stash.bodies or stash.unscaled or stash.neighbours.has_stepped:
         return False
@@ -130,7 +131,7 @@ def _in_scaler() -> Any:
     return next((frame for frame in frames() if frame.f_code.co_filename == _SCALERS_FILE), None)
 
 
-def warn_of_no_body(optimizer: Any, stash: Stash) -> None:
+def warn_of_no_body(optimizer: Optimizer, stash: Stash) -> None:
     """Warn once if the gradients of the optimizer's first step came from a backward pass outside of `scale_loss`."""
     if stash.neighbours in _seen or not stash.scales_loss or with_gradient(stash.masters.links.params):
         return  # gradients of parameters with masters: `_warn_of_ungathered` of step.py has warned of them already
@@ -280,7 +281,7 @@ class SupportsScaling:
     def __set_name__(self, owner: type, name: str) -> None:
         SupportsScaling.owner = owner
 
-    def __get__(self, optimizer: Any, owner: Any = None) -> Any:
+    def __get__(self, optimizer: Optimizer, owner: Any = None) -> Any:
         if optimizer is None:
             return self
         asking = sys._getframe(1)
@@ -289,11 +290,11 @@ class SupportsScaling:
         given = vars(optimizer).get(self.NAME)
         return getattr(super(self.owner, optimizer), self.NAME, False) if given is None else given
 
-    def __set__(self, optimizer: Any, value: Any) -> None:
+    def __set__(self, optimizer: Optimizer, value: Any) -> None:
         vars(optimizer)[self.NAME] = value
 
 
-def _check_scaler(optimizer: Any, scaler: Any) -> None:
+def _check_scaler(optimizer: Optimizer, scaler: Any) -> None:
     """Raise if torch's own `scaler.step(optimizer)` would unscale gradients twice, or not move them to masters.
 
     Return if `scaler` is of a class of amp_patch, or if the optimizer is in no training.

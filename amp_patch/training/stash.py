@@ -24,6 +24,7 @@ from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import device_sync
 from amp_patch.support.device_sync import DeviceNumbers
 from amp_patch.training import joints
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.loss_scaler import LossScaler
 
 ATTRIBUTE = "_amp_stash"  # an attribute of optimizers; scripts read it by Apex's name
@@ -124,7 +125,7 @@ class Siblings(list[weakref.ref[Any]]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Siblings, (), {"unowned": self.unowned}
 
-    def enter(self, optimizer: Any) -> None:
+    def enter(self, optimizer: Optimizer) -> None:
         """Add `optimizer`, unless the list has it."""
         if all(known() is not optimizer for known in self):
             self.append(weakref.ref(optimizer))
@@ -410,18 +411,18 @@ def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler
     return [scaler for scaler, flag in zip(scalers, flags, strict=True) if flag]
 
 
-def stash_of(optimizer: Any) -> Stash | None:
+def stash_of(optimizer: object) -> Stash | None:
     """Return the stash of `optimizer`; None if it did not go through `initialize`."""
     return getattr(optimizer, ATTRIBUTE, None)
 
 
-def known_stash(optimizer: Any) -> Stash:
+def known_stash(optimizer: object) -> Stash:
     """Return the stash of `optimizer`, which went through `initialize`; AttributeError otherwise."""
     stash: Stash = getattr(optimizer, ATTRIBUTE)
     return stash
 
 
-def enabled_stash(optimizer: Any) -> Stash | None:
+def enabled_stash(optimizer: object) -> Stash | None:
     """Return the stash of an optimizer whose training is enabled; None if it has no stash, or another optimizer's.
 
     A shallow copy, and the inner optimizer of a ZeroRedundancyOptimizer, have the stash of another optimizer.
@@ -430,11 +431,11 @@ def enabled_stash(optimizer: Any) -> Stash | None:
     return stash if isinstance(stash, Stash) and stash.enabled and stash.owner() is optimizer else None
 
 
-def give_stash(optimizer: Any, stash: Stash) -> None:
+def give_stash(optimizer: Optimizer, stash: Stash) -> None:
     """Store `stash` as the stash of `optimizer`, replacing any other."""
     setattr(optimizer, ATTRIBUTE, stash)
 
 
-def take_stash(optimizer: Any) -> None:
+def take_stash(optimizer: Optimizer) -> None:
     """Remove the stash of `optimizer`."""
     delattr(optimizer, ATTRIBUTE)

@@ -29,6 +29,7 @@ from amp_patch.support.patches import Installation, cell_of, is_untouched
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import joints, observers, overflow
 from amp_patch.training.arguments import ClosureAlreadyRun
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.slips import warn_of_no_scaler_step
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
@@ -39,7 +40,7 @@ Plain = Callable[..., Any]  # the type of the `step` that an optimizer's own cla
 class Whole(joints.Strategy):
     """The strategy that suits every optimizer: one call of the optimizer's own `step`, on all parameters."""
 
-    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+    def suits(self, optimizer: Optimizer, stash: Stash, given: bool) -> bool:
         return True
 
     def run(self, step: Step, plain: Plain) -> Any:
@@ -79,7 +80,7 @@ class Step:
         unpublished: the masters that the strategy has not rounded into their weights; None if there are none.
     """
 
-    def __init__(self, optimizer: Any, stash: Stash, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+    def __init__(self, optimizer: Optimizer, stash: Stash, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         self.optimizer, self.stash = optimizer, stash
         self.args, self.kwargs = args, kwargs or {}
         self.given = bool(args or kwargs) and any(value is not None for value in (*args, *self.kwargs.values()))
@@ -122,7 +123,7 @@ class Step:
         self._may_skip = overflow.may_skip_on_device(optimizer, stash)
         self.skipped, self.overflow = overflow.decide(optimizer, stash, is_capturing, self._may_skip)
         if self.overflow is not None:
-            optimizer.grad_scale, optimizer.found_inf = None, self.overflow
+            vars(optimizer).update(grad_scale=None, found_inf=self.overflow)
         casts_state.in_use.free_scratch()  # a backward outside of `scale_loss` does not free its scratch memory
         if casts_state.current() is not None:  # casts must not change the optimizer's own arithmetic
             self._no_casts = regions.region(None)
@@ -249,7 +250,7 @@ def step_of(base: Any) -> Callable[..., Any]:
     return eager_only(step)
 
 
-def lead_to_step(optimizer: Any) -> None:
+def lead_to_step(optimizer: Optimizer) -> None:
     """Replace the `step` inside torch's hooks, for all optimizers of the class, by one that runs `Step`.
 
     torch's function that calls the hooks stores the class's own `step` in a cell of its closure. This replaces the
@@ -312,7 +313,7 @@ def _within_hooks(plain: Plain) -> Plain:
     return within
 
 
-def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around(whole: Plain, optimizer: Optimizer, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `Step` for an optimizer without hooks, and notify observers, which otherwise torch's global hooks do."""
     if observers.present:
         observers.tell("step_begins", optimizer)
@@ -324,7 +325,7 @@ def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], k
 
 
 @whole
-def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
+def prepare(optimizer: Optimizer, stash: Stash, args: Any, kwargs: Any) -> None:
     """Check that a step is possible, and unscale gradients of delayed exits, before users' pre-hooks run; no sync.
 
     If `step` was called with a closure, which `Step` may refuse, gradients stay scaled until `Step` unscales them.
@@ -359,7 +360,7 @@ def _awaited_by_others(stash: Stash) -> set[Record]:
     return set().union(*awaiting)
 
 
-def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
+def _refuse_in_body(optimizer: Optimizer, stash: Stash) -> None:
     """Raise if this step's gradients are scaled, unchecked or set aside until a running body of `scale_loss` ends."""
     body, held = stash.neighbours.body(), stash.masters.of_groups(optimizer.param_groups)
     if body is not None and body.checking:
@@ -385,7 +386,7 @@ def _is_left(param: Tensor, record: Record) -> bool:
     return own_grad(param) is not None and not (has_gradient(record.master) or record.earlier is not None)
 
 
-def _warn_of_ungathered(optimizer: Any, stash: Stash, links: LinkList) -> None:
+def _warn_of_ungathered(optimizer: Optimizer, stash: Stash, links: LinkList) -> None:
     """Warn of gradients on cast parameters that no exit of `scale_loss` has moved to their masters (`links`).
 
     The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).

@@ -32,6 +32,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
 from amp_patch.training import joints, observers, slips
 from amp_patch.training import optimizer as optimizer_side
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
@@ -132,7 +133,7 @@ def all_optimizers() -> list[Any]:
     return [optimizer for training in trainings for optimizer in training.own_optimizers()]
 
 
-def training_of(optimizer: Any) -> Training | None:
+def training_of(optimizer: Optimizer) -> Training | None:
     """Return the training of `optimizer`; None if it is in no training, or is a copy of one that is."""
     return next((t for t in trainings if any(optimizer is own for own in t.own_optimizers())), None)
 
@@ -224,7 +225,7 @@ def _supersede(params: list[Tensor], new: Any = None) -> None:
             known_stash(optimizer).masters.release(records)
 
 
-def _supersede_by_group(optimizer: Any, stash: Stash) -> None:
+def _supersede_by_group(optimizer: Optimizer, stash: Stash) -> None:
     """Call `_supersede` for the newest group, without parameters that siblings of `optimizer` hold."""
     others = [known.masters.of_groups(o.param_groups).params for o, known in siblings(stash) if o is not optimizer]
     held = {param for params in others for param in params}

@@ -16,6 +16,7 @@ from amp_patch.masters.masters import has_gradient
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support import distributed
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, no_gradient, sharing, siblings, stash_of
 
@@ -173,7 +174,7 @@ def _move_nothing(stash: Stash, masters: list[Tensor]) -> None:
             grad.masked_fill_(overflow.to(grad.device), 0)
 
 
-def unscale_pending(optimizer: Any) -> None:
+def unscale_pending(optimizer: Optimizer) -> None:
     """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync.
 
     All optimizers of that exit are unscaled together, because they may share parameters, and one overflow skips the

@@ -10,11 +10,14 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
+
 from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.support import device_sync
 from amp_patch.support.compiled import not_traced
 from amp_patch.training import joints
+from amp_patch.training.joints import Optimizer
 from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.step import consume
 from amp_patch.training.unscale import unscale_pending
@@ -36,13 +39,13 @@ class _HookedStep:
         self.no_casts: regions.region | None = None
 
 
-def hook(optimizer: Any) -> list[Any]:
+def hook(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Register hooks that do around a step at O0 what `Step` does at other levels; return functions to remove them."""
     return [optimizer.register_step_pre_hook(_before).remove, optimizer.register_step_post_hook(_after).remove]
 
 
 @not_traced
-def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled:
         return None
@@ -67,7 +70,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 
 
 @not_traced
-def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stash: Stash | None = stash_of(optimizer)
     if stash is None or not isinstance(step := stash.step, _HookedStep):
         return

@@ -215,7 +215,8 @@ class _Release(Strategy):
         """
         reached = links_of(param for ref, place in self._places if place.reached and (param := ref()) is not None)
         step.links = step.links.without({record for record in reached.records if not has_gradient(record.master)})
-        return suiting(type(step.optimizer).strategy, step, trusted=is_untouched(plain)).run(step, plain)
+        kind: Any = type(step.optimizer)
+        return suiting(kind.strategy, step, trusted=is_untouched(plain)).run(step, plain)
 
     @whole
     def _gradient_is_whole(self, place: _Place, param: Tensor) -> None:
