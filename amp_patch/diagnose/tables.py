@@ -1,4 +1,4 @@
-"""Reports of tables and lines, as text for terminals and files, or as HTML for notebooks. No cell is truncated."""
+"""Reports of tables and lines, as text for terminals, files and notebooks. No cell is truncated."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from html import escape
 from amp_patch.diagnose.text_table import in_columns
 
 _WIDTH = 100  # columns of text
-
-# No colours of text or background: the notebook may be light or dark.
-_CELL = "padding:2px 12px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
-_TABLE = "border-collapse:collapse;color:inherit;font-size:inherit;margin:0 0 .6em"
-_PARAGRAPH = "margin:.6em 0;color:inherit"
 
 
 @dataclass(frozen=True)
@@ -45,13 +40,8 @@ def as_text(parts: Iterable[Part]) -> str:
 
 
 def as_html(parts: Iterable[Part]) -> str:
-    """Render a report as an HTML fragment with inline styles, which depends on no style sheet."""
-    found = [
-        _html_of(part) if isinstance(part, Table) else f'<p style="{_PARAGRAPH}">{escape(part)}</p>'
-        for part in parts
-        if part
-    ]
-    return f'<div style="color:inherit;font-size:13px;line-height:1.4">{"".join(found)}</div>'
+    """Render a report for a notebook: the text, in letters of one width."""
+    return f'<pre style="overflow-x:auto">{escape(as_text(parts))}</pre>'
 
 
 def _text_of(table: Table) -> list[str]:
@@ -70,26 +60,3 @@ def _text_of(table: Table) -> list[str]:
         rows += [(name,), ("", *cells)] if long else [(name, *cells)]
     found = in_columns(rows, right=range(1, columns) if table.numbers else (), widths=widths)
     return [f"{table.title}:", *(f"  {line}".rstrip() for line in found)] if table.title else found
-
-
-def _html_of(table: Table) -> str:
-    if not table.rows:
-        return ""
-    columns = max(map(len, (*table.header, *table.rows)))
-    head = "".join(_html_row(line, columns, "th", table.numbers) for line in table.header)
-    body = "".join(_html_row(line, columns, "td", table.numbers) for line in table.rows)
-    title = f'<p style="{_PARAGRAPH};font-weight:600">{escape(table.title)}</p>' if table.title else ""
-    head = f"<thead>{head}</thead>" if head else ""
-    # Each cell has its style: a notebook's own rules for cells would override a style of the table.
-    return f'{title}<div style="overflow-x:auto"><table style="{_TABLE}">{head}<tbody>{body}</tbody></table></div>'
-
-
-def _html_row(line: tuple[str, ...], columns: int, kind: str, numbers: bool) -> str:
-    cells = []
-    for index in range(columns):
-        align = "right" if numbers and index else "left"
-        style = f"{_CELL};text-align:{align};background:none;color:inherit"
-        style += ";white-space:nowrap" if index else ";overflow-wrap:anywhere"
-        style += ";font-weight:600" if kind == "th" else ""
-        cells.append(f'<{kind} style="{style}">{escape(line[index] if index < len(line) else "")}</{kind}>')
-    return f'<tr style="background:none">{"".join(cells)}</tr>'
