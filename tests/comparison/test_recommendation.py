@@ -17,78 +17,53 @@ from amp_patch.diagnose.recording.run import Run, dumps, loads
 from amp_patch.run.machine import machine
 
 
-@pytest.mark.parametrize(
-    ("ms", "memory", "summary", "card"),
-    [
-        (
-            (8.0, 7.9, 8.1),
-            0.6,
-            "Use O5 BF16: 1.25x faster than O0 (1.23 to 1.27), 0.60 of its memory; final loss ",
-            ("Use O5 (BF16)", "1.25x faster, 40 % less memory, same loss over 3 seeds", "use this"),
-        ),
-        (
-            (9.9, 10.1, 10.0),
-            0.6,
-            "Use O5 BF16: as fast as O0 (0.99x to 1.01x), 0.60 of its memory; final loss ",
-            ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
-        ),
-        (  # a little slower with each seed, which does not outweigh the memory that it saves
-            (10.2, 10.1, 10.3),
-            0.6,
-            "Use O5 BF16: as fast as O0 (0.97x to 0.99x), 0.60 of its memory; final loss ",
-            ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
-        ),
-        (  # and with one of them by more, when something else ran
-            (10.2, 10.1, 11.0),
-            0.6,
-            "Use O5 BF16: as fast as O0 (0.91x to 0.99x), 0.60 of its memory; final loss ",
-            ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
-        ),
-        (  # as little faster is no reason before memory
-            (9.8, 9.9, 9.0),
-            0.6,
-            "Use O5 BF16: 1.02x faster than O0 (1.01 to 1.11), 0.60 of its memory; final loss ",
-            ("Use O5 (BF16)", "40 % less memory, 1.02x faster, same loss over 3 seeds", "use this"),
-        ),
-        (
-            (9.8, 9.9, 9.0),
-            1.0,
-            "Use O5 BF16: 1.02x faster than O0 (1.01 to 1.11), the same memory; final loss ",
-            ("Use O5 (BF16)", "1.02x faster, same memory, same loss over 3 seeds", "use this"),
-        ),
-        (
-            (8.0, 10.0, 12.5),
-            0.6,
-            "Use O5 BF16 for its memory; none is faster than O0: not clearly faster or slower than O0 (0.80x to 1.25x)",
-            ("Use O5 (BF16)", "40 % less memory, speed not clear, same loss over 3 seeds", "use this"),
-        ),
-        (
-            (12.5, 12.4, 12.6),
-            0.6,
-            "Stay with O0: O5 BF16 (0.60 of its memory, but 1.25x slower) would do as well.",
-            ("Stay with O0 (FP32)", "", "as good, slower"),
-        ),
-        (
-            (10.0, 9.9, 10.1),
-            1.0,
-            "Stay with O0: O5 BF16 would do as well, but not faster, nor in much less memory.",
-            ("Stay with O0 (FP32)", "", "as good, as fast"),
-        ),
-        (
-            (10.2, 10.1, 10.3),
-            0.97,
-            "Stay with O0: O5 BF16 would do as well, but not faster, nor in much less memory.",
-            ("Stay with O0 (FP32)", "", "as good, as fast"),
-        ),
-    ],
-)
-def test_a_summary_weighs_speed_against_memory(ms, memory, summary, card):
+def summary_and_card(ms, memory):
     level = seeds("O5", 1.25, 1.0, 1.5, dtype="bfloat16", peak_memory=int(memory * 2**20))
     for run, each in zip(level, ms, strict=True):
         run.seconds = [each / 1000] * 40
     made = compare(seeds("O0", 1.0, 1.25, 1.5), level)
-    assert made.summary.startswith(summary)
-    assert (headline.headline(made), headline.gains(made), headline.outcome(made.levels[1], made)) == card
+    return made.summary, (headline.headline(made), headline.gains(made), headline.outcome(made.levels[1], made))
+
+
+@pytest.mark.parametrize(
+    ("ms", "memory", "said", "gains"),
+    [
+        ((8.0, 7.9, 8.1), 0.6, ": 1.25x faster than O0 (1.23 to 1.27), 0.60 of its", "1.25x faster, 40 % less memory"),
+        ((9.9, 10.1, 10.0), 0.6, ": as fast as O0 (0.99x to 1.01x), 0.60 of its", "40 % less memory, as fast"),
+        # A little slower with each seed, which does not outweigh the memory that it saves,
+        ((10.2, 10.1, 10.3), 0.6, ": as fast as O0 (0.97x to 0.99x), 0.60 of its", "40 % less memory, as fast"),
+        # and with one of them by more, when something else ran.
+        ((10.2, 10.1, 11.0), 0.6, ": as fast as O0 (0.91x to 0.99x), 0.60 of its", "40 % less memory, as fast"),
+        # As little faster is no reason before memory.
+        ((9.8, 9.9, 9.0), 0.6, ": 1.02x faster than O0 (1.01 to 1.11), 0.60 of its", "40 % less memory, 1.02x faster"),
+        ((9.8, 9.9, 9.0), 1.0, ": 1.02x faster than O0 (1.01 to 1.11), the same", "1.02x faster, same memory"),
+        (
+            (8.0, 10.0, 12.5),
+            0.6,
+            " for its memory; none is faster than O0: not clearly faster or slower than O0 (0.80x to 1.25x), "
+            "0.60 of its",
+            "40 % less memory, speed not clear",
+        ),
+    ],
+)
+def test_a_level_is_recommended_for_its_speed_or_its_memory(ms, memory, said, gains):
+    summary, card = summary_and_card(ms, memory)
+    assert summary.startswith(f"Use O5 BF16{said} memory; final loss ")
+    assert card == ("Use O5 (BF16)", f"{gains}, same loss over 3 seeds", "use this")
+
+
+@pytest.mark.parametrize(
+    ("ms", "memory", "said", "outcome"),
+    [
+        ((12.5, 12.4, 12.6), 0.6, "(0.60 of its memory, but 1.25x slower) would do as well.", "as good, slower"),
+        *(
+            (ms, memory, "would do as well, but not faster, nor in much less memory.", "as good, as fast")
+            for ms, memory in [((10.0, 9.9, 10.1), 1.0), ((10.2, 10.1, 10.3), 0.97)]
+        ),
+    ],
+)
+def test_a_level_without_gains_is_not_recommended(ms, memory, said, outcome):
+    assert summary_and_card(ms, memory) == (f"Stay with O0: O5 BF16 {said}", ("Stay with O0 (FP32)", "", outcome))
 
 
 def test_a_summary_names_what_undecided_levels_would_gain():
