@@ -94,7 +94,6 @@ def inside(level: str | None, micro_batches: int = 1, by_flag: bool = False) -> 
         optimizer.step()
         skips.append(skipped(optimizer))
     assert skips == [False, level != "O0" and level != "O4", False, False]
-    assert level in ("O0", "O4") or amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 2}}
     return learned(model)
 
 

@@ -183,7 +183,6 @@ def test_an_overflow_in_either_pass_changes_nothing(level, overflows, whole, kin
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}})
     iterate(model, sam, sam, images(0))
     before = training.weights(model), *map(snapshot, (sam.base_optimizer, sam.base_optimizer.state_dict()["state"]))
-    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
     for overflow, step in zip(overflows, (sam.first_step, sam.second_step), strict=True):
         inputs, targets = images(1)
         factor = math.inf if overflow else 1.0
@@ -196,7 +195,6 @@ def test_an_overflow_in_either_pass_changes_nothing(level, overflows, whole, kin
         # Statistics of batch norms count forward passes, skipped or not, and are finite.
         assert len(earlier) == len(later) and all(later[i].isfinite().all() for i in names)
         assert set(names) <= (buffers(model) if earlier is before[0] else set())
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2  # once for a step
     clean = iterate(model, sam, sam, images(1))
     assert math.isfinite(clean) and not skipped(sam.base_optimizer)
 

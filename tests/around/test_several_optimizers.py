@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from small_trainings import EVERY, LEVELS_WITH_MASTERS, SCALED, master_grads, setup, sgd, x
+from small_trainings import EVERY, SCALED, master_grads, setup, sgd, x
 from torch import nn
 from training import backward, linear, skipped
 
@@ -154,18 +154,6 @@ def test_delayed_gradients_are_unscaled_when_the_training_ends_early(level, how)
     assert master_grads(optimizer) == [[[0.5, 1.0]]]
 
 
-@pytest.mark.parametrize("level", SCALED)
-def test_a_delayed_iteration_is_not_disturbed_by_another_loss(level):
-    models, optimizers = [linear([[1.0]]), linear([[1.0]])], []
-    optimizers = [sgd(model) for model in models]
-    (netd, netg), (optd, optg) = amp.initialize(models, optimizers, opt_level=level, num_losses=2, loss_scale=64.0)
-    backward(netd(x(0.5)).sum(), optd, delay_unscale=True)
-    amp.load_state_dict({"loss_scaler1": {"loss_scale": 1024.0, "unskipped": 0}})
-    backward(netd(netg(x(0.25))).sum(), optg, loss_id=1)
-    backward(netd(x(0.25)).sum(), optd)
-    assert master_grads(optd) == [[[0.75]]]
-
-
 def test_an_overflow_that_reaches_another_optimizer_is_known_to_it():
     model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
     optimizers = [sgd(layer) for layer in model]
@@ -175,17 +163,3 @@ def test_an_overflow_that_reaches_another_optimizer_is_known_to_it():
         optimizer.step()
         assert skipped(optimizer)
     assert [p.item() for p in model.parameters()] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("level", EVERY)
-def test_optimizers_that_share_a_parameter_both_step(level):
-    model = linear([[1.0]])
-    model, optimizers = amp.initialize(model, [sgd(model), sgd(model)], opt_level=level, loss_scale=64.0)
-    backward(model(x(0.25)).sum(), optimizers)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert model.weight.item() == 0.5
-    before = model.weight.item()
-    for optimizer in optimizers if level in LEVELS_WITH_MASTERS else ():  # no later step takes what these were for
-        optimizer.step()
-    assert model.weight.item() == before

@@ -93,17 +93,6 @@ def test_a_training_goes_on_after_a_signal_at_the_exit(level, options, where, ke
     assert all(map(torch.equal, training.weights(), alone.weights()))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])  # at O5 autograd has added to gradients of FP32 parameters
-def test_gradients_of_earlier_bodies_stay(level):
-    training, alone = Training(level), Training(level)
-    for each in (training, alone):
-        each.backward("first")
-    terminated(EXIT, lambda: training.backward("second"))
-    for each in (training, alone):
-        each.step()
-    assert all(map(torch.equal, training.weights(), alone.weights()))
-
-
 @pytest.mark.parametrize("way", ["generator", "stack", "by hand", "thread", "nested"])
 def test_an_open_body_is_never_ended_by_another(way):
     """Its own backward still counts: the step is that of this body alone."""

@@ -60,7 +60,6 @@ def test_master_gradients_keep_their_non_finite_values_until_the_step(level):
     assert math.isnan(torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0))  # tacotron2's test
     optimizer.step()
     assert optimizer._amp_stash.step_skipped and model.weight.tolist() == [[1.0, 1.0]]
-    assert amp.loss_scale(optimizer) == 2.0**15
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
