@@ -129,7 +129,7 @@ def multi_tensor_adam_capturable(
 
     If the flag is set, nothing is written. `masters` makes `multi_tensor_adam_capturable_master` of it.
     """
-    name = f"multi_tensor_adam_capturable{'_master' if masters else ''}"
+    name = "multi_tensor_adam_capturable_master" if masters else "multi_tensor_adam_capturable"
     wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", *(["masters"] if masters else []))
     grads, params, *states = lists_of(name, tensor_lists, *wanted)
     stepped = states.pop() if masters else params

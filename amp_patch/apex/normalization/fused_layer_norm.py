@@ -179,7 +179,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     mixed = True
 
 
-def _function(name: str, kind: type[_Function]) -> Callable[..., Tensor]:
+def _autocast(name: str, kind: type[_Function]) -> Callable[..., Tensor]:
     """Return `kind.apply` as a function that casts tensors to the type of torch.autocast first, inside of one."""
 
     def function(*args: Any, **kwargs: Any) -> Tensor:
@@ -193,14 +193,14 @@ def _function(name: str, kind: type[_Function]) -> Callable[..., Tensor]:
     return function
 
 
-fused_layer_norm = _function("fused_layer_norm", FusedLayerNormFunction)
-fused_layer_norm_affine = _function("fused_layer_norm_affine", FusedLayerNormAffineFunction)
-mixed_dtype_fused_layer_norm_affine = _function(
+fused_layer_norm = _autocast("fused_layer_norm", FusedLayerNormFunction)
+fused_layer_norm_affine = _autocast("fused_layer_norm_affine", FusedLayerNormAffineFunction)
+mixed_dtype_fused_layer_norm_affine = _autocast(
     "mixed_dtype_fused_layer_norm_affine", FusedLayerNormAffineMixedDtypesFunction
 )
-fused_rms_norm = _function("fused_rms_norm", FusedRMSNormFunction)
-fused_rms_norm_affine = _function("fused_rms_norm_affine", FusedRMSNormAffineFunction)
-mixed_dtype_fused_rms_norm_affine = _function(
+fused_rms_norm = _autocast("fused_rms_norm", FusedRMSNormFunction)
+fused_rms_norm_affine = _autocast("fused_rms_norm_affine", FusedRMSNormAffineFunction)
+mixed_dtype_fused_rms_norm_affine = _autocast(
     "mixed_dtype_fused_rms_norm_affine", FusedRMSNormAffineMixedDtypesFunction
 )
 
