@@ -13,7 +13,7 @@ from amp_patch import amp
 from amp_patch.diagnose import wording
 from amp_patch.diagnose.histogram import Histogram
 from amp_patch.diagnose.inspection import Inspection
-from amp_patch.diagnose.tables import Table, as_html, as_text
+from amp_patch.diagnose.tables import Table, as_text
 from amp_patch.diagnose.text_table import in_columns
 
 NAME = ".".join(["layers"] * 30)
