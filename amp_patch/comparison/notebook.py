@@ -341,7 +341,9 @@ def _train(
         words = "a figure named 'loss', which is the training loss; name it otherwise, as held_out_loss"
         raise _Misuse(ValueError(f"compare: evaluate returned {words}"))
     try:
-        log(**figures)
+        for name, value in figures.items():
+            is_numpys = hasattr(value, "__array__") and not isinstance(value, Tensor)
+            log(**{name: value.item() if is_numpys else value})
     except (TypeError, ValueError) as error:
         raise _NoFigure(f"evaluate returned no number: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from compared_runs import compare, made_up_run, seeds
@@ -233,6 +234,12 @@ def test_an_evaluation_without_a_number_fails_the_test(evaluate, said, steps):
     assert said in str(failed.value)
     compared = amp.compare(regression_net(), ["O5"], steps=steps, seeds=1, evaluate=evaluate, verbosity=0)
     assert not compared.comparable and all(said in run.error for run in compared.runs)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.array(0.5), torch.tensor([0.5]), True])
+def test_numbers_of_numpy_and_torch_are_numbers(number):
+    compared = amp.compare(regression_net(), ["O5"], steps=2, seeds=1, evaluate=lambda model: number, verbosity=0)
+    assert compared.metric == "evaluation" and compared.runs[1].logged["evaluation"] == [(2, float(number))]
 
 
 def test_an_evaluation_that_fails_at_the_level_alone_fails_the_level():

@@ -9,7 +9,7 @@ from pathlib import Path
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.measures import LOSS
 from amp_patch.comparison.regression import answers, regressions
-from amp_patch.diagnose.recording.run import loads
+from amp_patch.diagnose.recording.run import NATIVE, loads
 
 STATUS = 3  # the exit status after a regression
 
@@ -50,7 +50,7 @@ def read(args: argparse.Namespace) -> Comparison | None:
     if args.resume is not None:  # the folder has its own levels, seeds, steps and metric
         return before
     if args.levels is None:
-        args.levels = ",".join(level.level for level in before.levels)
+        args.levels = ",".join(level.level for level in before.levels if level.level != NATIVE)
     if args.seeds is None:
         args.seeds = len({run.seed for run in before.runs})
     if args.steps is None:

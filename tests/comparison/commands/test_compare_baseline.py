@@ -35,6 +35,10 @@ def test_levels_seeds_and_steps_are_those_of_the_baseline(report):
     assert (args.levels, args.seeds) == ("O2,O4", 3)
     args = parsed("train.py")
     assert compare_baseline.read(args) is None and args.levels is None
+    # Runs of a script's own mixed precision are added to the levels that are asked for.
+    page.write(compare(O0, seeds("O2", 1.0, 2.0), seeds("native", 1.0, 2.0)), report.parent)
+    args = parsed("--baseline", str(report), "train.py")
+    assert compare_baseline.read(args) is not None and args.levels == "O0,O2"
 
 
 @pytest.mark.parametrize(("given", "message"), [
