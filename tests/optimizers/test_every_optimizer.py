@@ -12,6 +12,7 @@ from any_optimizer import (
     KINDS,
     LEVELS,
     ONE_OF_EACH_WAY,
+    OWN_STEPS,
     RELEASED,
     Each,
     assert_trains_as_alone,
@@ -27,6 +28,8 @@ from amp_patch import amp, multi_tensor
 from amp_patch.ways import gradient_release, portions
 
 pytestmark = of_sparse_gradients
+# At some levels a step is always the optimizer's own, where the ways are one.
+AT_ONCE = [pytest.param(level, marks=[pytest.mark.slow] * (level in OWN_STEPS)) for level in LEVELS]
 IMPOSSIBLE = {
     ("torch's SparseAdam", "O3"): "torch adds up no sparse gradients of FP16 on a CPU",
     ("torch's SGD-fused", "O3"): "torch's kernel begins a momentum in FP16 with what lies in the memory",
@@ -44,7 +47,7 @@ def registered(registrations, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@crossed({"kind": list(KINDS), "level": LEVELS}, meet=1)
+@crossed({"kind": list(KINDS), "level": AT_ONCE}, meet=1)
 def test_any_optimizer_trains_as_alone(kind, level, device):
     if (reason := IMPOSSIBLE.get((kind, level)) or IMPOSSIBLE.get((kind, device))) is not None:
         pytest.skip(reason)
