@@ -17,7 +17,6 @@ from amp_patch.environment import overridden, with_asked_methods, with_asked_mod
 from amp_patch.model import incoming, ranges
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, with_mixed_types
-from amp_patch.model.keep_high import enter_high, kept_high
 from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
 from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
@@ -202,7 +201,7 @@ def initialize(
         opt_level, options = overridden(opt_level, Options.of(given | {"fp32_state": named}))
         policy = resolve(opt_level, options)
         given["fp32_state"] = fp32_state if options.fp32_state else ()
-    others = keep_fp32, process_group, methods, keep_high, given
+    others = keep_fp32, process_group, methods, given
     result = initialize_as(Dialect(), models, optimizers, policy, num_losses, verbosity, *others)
     if (training := newest_training()) is not None and enabled and is_first_rank():
         logger.info("amp_patch: %s", training.policy)
@@ -219,7 +218,6 @@ def initialize_as(
     keep_fp32: Any = (),
     process_group: Any = None,
     methods: tuple[str, ...] = (),
-    keep_high: Any = None,
     given: dict[str, Any] | None = None,
 ) -> Any:
     """Do the work of `initialize` with a resolved policy (None: `enabled=False`) and the classes of `dialect`.
@@ -235,10 +233,10 @@ def initialize_as(
         return _apex_form(models, optimizers)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
-    keep_fp32, keep_high = with_asked_modules(keep_fp32, keep_high, model_list)
+    given = dict(given or {})
+    keep_fp32, given["keep_high"] = with_asked_modules(keep_fp32, given.get("keep_high"), model_list)
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
-    high = kept_high(model_list, policy, keep_high)
-    values = [(option, (given or {}).get(option.name)) for option in joints.options]
+    values = [(option, given.get(option.name)) for option in joints.options]
     checked = [(option, option.check(value, model_list, optimizer_list, targets, policy)) for option, value in values]
     methods = with_asked_methods(methods, model_list)
     policy = with_mixed_types(policy, keep_fp32, kept)
@@ -256,7 +254,6 @@ def initialize_as(
         methods=tuple(methods),
         process_group=process_group,
     )
-    enter_high(model_list, policy, high)
     for optimizer in optimizer_list:
         joints.tell(joints.wrapped, optimizer)
     for option, value in checked:

@@ -345,7 +345,7 @@ class GradScaler(torch.amp.GradScaler):
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
         target = innermost(optimizer)
-        refuse_sharded_since(stash.neighbours.siblings.models, "GradScaler.unscale_")
+        refuse_sharded_since(stash.neighbours.siblings.unsharded, "GradScaler.unscale_")
         stash.masters.drop_last()
         pairs = stash.masters.of_groups(target.param_groups).distinct
         masters = [master for param, master in pairs if param is not master]

@@ -1,4 +1,7 @@
-"""Registers the optional features at the joints of a training (training/joints.py), in the order of their calls."""
+"""Registers the optional features, in the order of their calls.
+
+Those of a training are at the joints of training/joints.py, those of a model's forward at the ones of model/joints.py.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from amp_patch.around import captured, ddp, fsdp, named_states, wrappers, zero_redundancy
 from amp_patch.around.shared_backward import SharedBackward
+from amp_patch.model import copies, edited_dicts, incoming, keep_high, kept_module, masks, mixed_calls
+from amp_patch.model import joints as of_forward
 from amp_patch.policy import SPLIT, STOCHASTIC
 from amp_patch.storage import coded_steps, compressed_states, rounded_shards
 from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints, observers
 from amp_patch.training.joints import Option
-from amp_patch.watch import left_out, scaler_events, thawed
+from amp_patch.watch import first_inputs, left_out, rounded_saves, scaler_events, thawed, written_buffers
 from amp_patch.ways import gradient_release, per_parameter, portions
 from amp_patch.ways.one_pass import IN_ONE_PASS
 from amp_patch.ways.portions import IN_PORTIONS
@@ -20,7 +25,12 @@ from amp_patch.ways.portions import IN_PORTIONS
 
 def enter() -> None:
     """Register all features; called once, at the import of amp_patch."""
+    in_order = mixed_calls, written_buffers, edited_dicts, kept_module, first_inputs, masks
+    of_forward.choosers += [guest.choose for guest in in_order]
+    of_forward.overrides += [rounded_saves.warning_methods]
+    of_forward.copied += [copies.copied, incoming.copied]
     joints.options += [
+        Option("keep_high", keep_high.check, keep_high.enter),
         Option("gradient_release", gradient_release.check, gradient_release.enter),
         Option("fp32_state", coded_steps.named_params, coded_steps.leave_in_fp32),
     ]

@@ -65,8 +65,9 @@ NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "tra
 # code object, so if Dynamo compiled them it would recompile that code object for each wrapped function.
 _NEVER_ALONE = (
     *("casts.cpu_half", "casts.in_fp32", "casts.low_bit", "casts.rules", "casts.saturated", "casts.state"),
-    *("casts.thread_state", "casts.upcast", "casts.wrappers"),
-    *("model.forward", "model.kept_module", "model.of_model", "support.blocks", "support.compiled", "support.tree"),
+    *("casts.thread_state", "casts.upcast", "casts.wrappers", "model.edited_dicts"),
+    *("model.forward", "model.joints", "model.kept_module", "model.masks", "model.mixed_calls"),
+    *("model.of_model", "support.blocks", "support.compiled", "support.tree"),
 )
 # The exceptions to `_NEVER_ALONE`: functions defined inside these modules' functions wrap users' methods, and Dynamo
 # compiles them together with these methods.

@@ -27,13 +27,13 @@ from transformers.trainer_callback import ExportableState
 
 from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
-from amp_patch.model.rounded_saves import corrects_config
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.files import write_whole
 from amp_patch.training.arguments import Level
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
+from amp_patch.watch.rounded_saves import corrects_config
 
 _AMP_OPTIONS = inspect.signature(initialize).parameters.keys() - {"models", "optimizers", "opt_level"}
 

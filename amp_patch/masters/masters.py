@@ -339,16 +339,17 @@ def load(param: Tensor, link: Record, value: Tensor) -> None:
 class ModelLinks:
     """The records of one model's parameters. The list is rebuilt after any parameter has got or lost a master."""
 
-    __slots__ = ("_changes", "_records", "_versions")
+    __slots__ = ("_changes", "_records", "_versions", "model")
 
     def __init__(self) -> None:
+        self.model: weakref.ref[nn.Module] | None = None  # None for a copy that was never copied
         self._changes = -1
         self._records: list[Record] = []
         self._versions: Any = None
 
     def publish_written(self, model: nn.Module) -> None:
         """Publish the masters of `model` written since the last `publish`; no sync with the device."""
-        if self._changes != _changes:
+        if self._changes != _changes and not vars(model).get("_is_replica"):  # DataParallel's, which shares this object
             links = links_of(dict.fromkeys(model.parameters()))
             self._records = links.records
             self._versions = links.versions if links else None

@@ -1,4 +1,4 @@
-"""Buffers of a cast model: their exact FP32 values, and a warning about buffers that training writes.
+"""Buffers of a cast model, and their exact FP32 values.
 
 A buffer is cast like a weight, but no optimizer holds a master of it. So if the cast rounds it, its FP32 value is
 stored in the `__dict__` of the module that owns the buffer. Parts, copies and pickles of a model then have the value
@@ -7,13 +7,10 @@ too.
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from amp_patch.policy import LOW_PRECISION
 
@@ -49,11 +46,11 @@ def replace(
         (module, name, the replaced buffer) for each of `owned`.
     """
     found = [(m, name, buffer) for m, name in owned if (buffer := m._buffers[name]) is not None]
-    done: dict[int, Tensor] = {}  # by the id of a replaced buffer: `found` references the buffers
+    done: dict[Tensor, Tensor] = {}
     for module, name, buffer in found:
-        if id(buffer) not in done:
-            done[id(buffer)] = convert(module, name, buffer)
-        module._buffers[name] = done[id(buffer)]
+        if buffer not in done:
+            done[buffer] = convert(module, name, buffer)
+        module._buffers[name] = done[buffer]
     return found
 
 
@@ -129,71 +126,3 @@ def _low(module: nn.Module) -> list[str]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Running averages
-
-
-class WrittenBuffers:
-    """Compares buffers before and after two training forwards of a model, and warns of cast buffers that both write.
-
-    A buffer that one forward writes may be a cache. A buffer that each forward writes is a counter or a running
-    average, which stops changing in low precision if its decay is near 1. Compiled forwards are not compared, and
-    copies of a model have no such object. The model references this object, so the modules are referenced weakly here.
-    """
-
-    def __init__(self, model: nn.Module, owned: Iterable[Owned]) -> None:
-        names = {id(module): path for path, module in model.named_modules()}
-        inside = [(m, name) for m, name in owned if id(m) in names]
-        averages = [(m, name) for m, name in inside if not _is_of_a_norm(m, name)]
-        self.owned = [(names[id(m)], weakref.ref(m), name) for m, name in averages]
-        self.looks = 0
-
-    def before(self) -> list[tuple[Tensor | None, int]]:
-        """Return (buffer, version counter) for each buffer, the argument of `after` when the forward has ended."""
-        return [self._state(module(), name) for _, module, name in self.owned]
-
-    def after(self, before: list[tuple[Tensor | None, int]]) -> bool:
-        """Drop the buffers that a forward has not written; after two forwards warn of the buffers that are left.
-
-        Return whether the next forward is to be compared too: False after two, or if no buffer is left.
-        """
-        now = self.before()
-        self.owned = [
-            owned
-            for owned, (old, old_version), (new, version) in zip(self.owned, before, now, strict=True)
-            if new is not old or version != old_version
-        ]
-        self.looks += 1
-        if self.owned and self.looks == 2:
-            self._warn()
-        return bool(self.owned) and self.looks < 2
-
-    def _warn(self) -> None:
-        names = [_join(path, name) for path, _, name in self.owned]
-        modules = sorted({path for path, _, _ in self.owned if path})
-        kept = f"keep_fp32={modules} keeps their modules FP32, and a" if modules else "A"
-        _, module, name = self.owned[0]
-        dtype = getattr(getattr(module(), name, None), "dtype", "low precision")
-        warnings.warn(
-            f"initialize: each forward writes the buffers {names}, which are {dtype}: in this type a running average "
-            f"with a decay near 1 stops changing, as a counter does after a few hundred steps. {kept} separate module "
-            "with buffers and no parameters stays FP32 without an option",
-            stacklevel=6,
-        )
-
-    @staticmethod
-    def _state(module: nn.Module | None, name: str) -> tuple[Tensor | None, int]:
-        buffer = getattr(module, name, None)  # `getattr`: ScriptModules have no plain `_buffers`
-        return buffer, buffer._version if isinstance(buffer, Tensor) and not buffer.is_inference() else -1
-
-
-def _is_of_a_norm(module: nn.Module, name: str) -> bool:
-    """Tell whether forwards write buffer `name`, and no warning is due: a norm's statistic, or spectral norm's vector.
-
-    `keep_batchnorm_fp32` decides on the statistics, and no vector is an average.
-    """
-    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
-    of_hooks = any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)
-    return of_hooks or isinstance(module, nn.modules.batchnorm._NormBase)

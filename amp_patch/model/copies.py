@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.masters.masters import link_of, links_of, settle
 from amp_patch.model import incoming
+from amp_patch.model.joints import Call, ForwardGuest
 from amp_patch.model.tensors import was_changed
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import flat_rnn
 from amp_patch.support.interrupts import whole
 from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_data
+
+if TYPE_CHECKING:
+    from amp_patch.model.of_model import ModelState
 
 Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
 
@@ -69,7 +73,7 @@ def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtyp
         ):
             types[name] = param.dtype
             known = link is not None and not was_changed(param, link.master)
-            exact[id(param)] = (param, param.dtype, link.master if link is not None and known else None)
+            exact[param] = (param, param.dtype, link.master if link is not None and known else None)
     settle(links_of(param for param, _, master in exact.values() if master is not None))
     return types, list(exact.values())
 
@@ -111,47 +115,73 @@ def narrow(params: Iterable[Tensor]) -> list[Tensor]:
     return narrowed
 
 
-class Calls:
-    """The lock around calls of one copied model, and the weights that the running call has replaced by casts.
+class WideWeights(ForwardGuest):
+    """The guest of a copy: during its calls, low-precision casts replace its FP32 weights.
 
-    During a call, low-precision casts are in `module._parameters` instead of the FP32 weights, and all threads share
-    that dictionary. So the lock lets one thread call at a time.
+    The casts are in `module._parameters` then, and all threads share that dictionary. So a lock lets one thread call at
+    a time.
+
+    Attributes:
+        retyped: qualified name of a weight -> the type that it is cast to.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.replaced: list[_Place] = []
+        self.retyped: dict[str, torch.dtype] = {}
+        self._lock = threading.RLock()
+        self._replaced: list[_Place] = []  # by the running call
+
+    def __reduce__(self) -> Any:
+        return WideWeights, (), {"retyped": self.retyped}
+
+    def call(self, call: Call, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `method` with the weights replaced by casts during the call."""
+        return self._on_casts(method) if self.retyped else method
+
+    def _on_casts(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        types = self.retyped
+
+        @functools.wraps(method)
+        def on_casts(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():  # it traces no lock
+                replaced: list[_Place] = []
+                _replace(model, types, replaced)
+                try:
+                    return method(model, *args, **kwargs)
+                finally:
+                    _put_back(replaced)
+            if getattr(model, "_is_replica", False):  # DataParallel's replica exists only during this call
+                _replace(model, types, [])
+                return method(model, *args, **kwargs)
+            with self._lock:
+                is_outermost = not self._replaced
+                try:
+                    _replace(model, types, self._replaced)
+                    return method(model, *args, **kwargs)
+                finally:
+                    if is_outermost:
+                        _put_back(self._replaced)
+
+        return on_casts
 
 
-def on_casts(method: Callable[..., Any], types: Mapping[str, torch.dtype], calls: Calls) -> Callable[..., Any]:
-    """Return `method`, a function of a copy, with the weights replaced by casts to `types` during the call."""
+def copied(model: nn.Module, state: ModelState) -> tuple[Callable[[Any, Any], None], Any] | None:
+    """Return what makes a copy or pickle of a cast model FP32, for `joints.copied`."""
+    if state.policy.cast_model_type is None:
+        return None
+    types, exact = low_weights(model, state.on_demand)
+    return (_arrive, (types, exact)) if types else None
 
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():  # it traces no lock
-            replaced: list[_Place] = []
-            _replace(self, types, replaced)
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                _put_back(replaced)
-        if getattr(self, "_is_replica", False):  # DataParallel's replica exists only during this call
-            _replace(self, types, [])
-            return method(self, *args, **kwargs)
-        with calls.lock:
-            is_outermost = not calls.replaced
-            try:
-                _replace(self, types, calls.replaced)
-                return method(self, *args, **kwargs)
-            finally:
-                if is_outermost:
-                    _put_back(calls.replaced)
 
-    return call
+def _arrive(state: ModelState, value: tuple[dict[str, torch.dtype], list[Exact]]) -> None:
+    guest = next((each for each in state.guests.all if isinstance(each, WideWeights)), None)
+    if guest is None:  # else it is a copy of a copy
+        state.guests.add(guest := WideWeights())
+    guest.retyped.update(value[0])
+    widen(value[1], guest.retyped)
 
 
 def _replace(model: nn.Module, types: Mapping[str, torch.dtype], replaced: list[_Place]) -> None:
-    casts: dict[int, Tensor] = {}  # by id(parameter): shared weights stay shared
+    casts: dict[Any, Tensor] = {}  # shared weights stay shared
     for path, module in model.named_modules():
         replica = getattr(module, "_is_replica", False)
         params = vars(module)["_former_parameters"] if replica else module._parameters
@@ -159,14 +189,14 @@ def _replace(model: nn.Module, types: Mapping[str, torch.dtype], replaced: list[
             dtype = types.get(f"{path}.{name}" if path else name)
             if dtype is None or param is None or param.dtype is not torch.float32:
                 continue
-            if id(param) not in casts:
-                casts[id(param)] = param.to(dtype)
+            if param not in casts:
+                casts[param] = param.to(dtype)
             places = vars(module) if replica else module._parameters
             replaced.append((places, name, param))
-            places[name] = casts[id(param)]
-        if isinstance(module, nn.RNNBase) and any(id(weight) in casts for weight in module._flat_weights):
+            places[name] = casts[param]
+        if isinstance(module, nn.RNNBase) and any(weight in casts for weight in module._flat_weights):
             replaced.append((vars(module), "_flat_weights", module._flat_weights))
-            vars(module)["_flat_weights"] = [casts.get(id(weight), weight) for weight in module._flat_weights]
+            vars(module)["_flat_weights"] = [casts.get(weight, weight) for weight in module._flat_weights]
             if not torch.is_grad_enabled():
                 flat_rnn.flatten_module(module)
 

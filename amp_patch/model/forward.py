@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import install, low_bit, mixed_operands, regions
+from amp_patch.casts import install, low_bit, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
-from amp_patch.model import buffers, copies, first_inputs, incoming, rounded_saves
-from amp_patch.model.keep_fp32 import forbid_fast_path
-from amp_patch.model.kept_module import (
-    InnerModule,
-    KeptModule,
-    low_precision_of,
-    pairs_of,
-    serve_batch_norms,
-)
+from amp_patch.model import buffers, incoming, joints
+from amp_patch.model.joints import Call, ForwardGuest
+from amp_patch.model.kept_module import InnerModule, KeptModule, low_precision_of
 from amp_patch.model.of_model import ModelState, followed_policy, running, untouched
 from amp_patch.model.ranges import load_in_range
 from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was_changed
-from amp_patch.model.type_errors import advising, explain_types, refuse_another_type
+from amp_patch.model.type_errors import advising, explain_types, note_modules, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import fsdp, generated_class, tree
-from amp_patch.support.compiled import in_backward, may_trace_next, wraps
+from amp_patch.support.compiled import in_backward, wraps
 from amp_patch.support.forward_hook import NoHook
 from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Attempts
@@ -42,14 +36,15 @@ class AmpModel(Generated):
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {name: advising(name, function) for name, function in generated_class.own_methods(base)}
-        overrides |= rounded_saves.warning_methods(base, overrides)
+        for overriding in joints.overrides:
+            overrides |= overriding(base, overrides)
         overrides |= {name: advising(name, _entering(base, name)) for name in key}
         return overrides | {"forward": _entering(base, "forward")} | fsdp.without_fsdp(base)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own: ModelState | None = vars(self).get("_amp")
         if own is not None:
-            own.owner = weakref.ref(self)  # type: ignore[arg-type]
+            own.links.model = weakref.ref(self)  # type: ignore[arg-type]
         return super().__reduce_ex__(protocol)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,22 +122,13 @@ class AmpModel(Generated):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' gradients as torch does, and the gradients of their masters."""
         module: nn.Module = self  # type: ignore[assignment]
-        if (own := vars(module).get("_amp")) is not None:
-            own.cleared += 1
+        _cleared[module] = times_cleared(module) + 1
         # First, because `super().zero_grad()` reads `.grad`, which would materialize the masters' gradients.
         for _, link in links_of(module.parameters()):
             master = link.master
             live = not set_to_none and has_gradient(master)
             master.grad = torch.zeros_like(master.grad) if live else None  # type: ignore[arg-type]
         super().zero_grad(set_to_none)  # type: ignore[misc]
-
-
-def cast_buffers(models: Iterable[nn.Module], owned: list[buffers.Owned], dtype: torch.dtype) -> None:
-    """Cast the buffers of models in place. Each model then checks whether training writes into its buffers."""
-    buffers.cast(owned, dtype)
-    for model in models:
-        if isinstance(model, AmpModel) and (written := buffers.WrittenBuffers(model, owned)).owned:
-            vars(model)["_amp"].written_buffers = written
 
 
 def low_buffers_of(model: nn.Module) -> frozenset[str]:
@@ -159,37 +145,36 @@ def enter_training(
     kept: list[nn.Module],
     policy: Policy,
     methods: tuple[str, ...],
+    cast_buffers: list[buffers.Owned],
     *,
     on_demand: bool,
     takes_infinite: bool,
 ) -> None:
-    """Give the models, and the modules inside them that stay FP32, their generated classes and the policy."""
+    """Give the models, and the modules inside them that stay FP32, their generated classes, the policy and guests.
+
+    Args:
+        cast_buffers, takes_infinite: as in `joints.Entry`.
+    """
     for model in models:
         untouched.pop(model, None)
-    stay = {id(module) for module in kept}
-    for module in {id(m): m for model in models for m in model.modules()}.values():
-        if isinstance(module, InnerModule) and id(module) not in stay:
+    stay = set(kept)
+    for module in dict.fromkeys(module for model in models for module in model.modules()):
+        if isinstance(module, InnerModule) and module not in stay:
             take(module)  # its class is from an earlier training
     for module in kept:
         # torch's batch norms take low-precision inputs with FP32 weights, in one kernel. A user's forward may not.
         if type(module).forward is nn.BatchNorm1d.forward:
             continue
         give(module, KeptModule, ModelState(policy))
-    layers = (m for model in models for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
-    fused = policy.cast_model_type is not None and any(id(m) in stay for layer in layers for m in layer.modules())
-    if fused:
-        forbid_fast_path()
-    keeps = any(isinstance(module, KeptModule) for module in kept)
+    entry = joints.Entry(policy, kept, cast_buffers, takes_infinite)
     for model in models:
         if isinstance(model, KeptModule):
             continue  # this model is inside another one of the list, whose `keep_fp32` names it
         for handle in vars(model)["_amp"].handles if isinstance(model, AmpModel) and "_amp" in vars(model) else ():
             handle.remove()  # the hook is from an earlier training
-        state = ModelState(
-            policy, low_buffers_of(model), on_demand, fast_path_off=fused, keeps=keeps, takes_infinite=takes_infinite
-        )
-        state.sharded = fsdp.is_fsdp(model)
-        state.owner, state.modules = weakref.ref(model), weakref.WeakSet(model.modules())
+        state = ModelState(policy, low_buffers_of(model), on_demand, guests=joints.choose(model, entry))
+        state.links.model = weakref.ref(model)
+        note_modules(model)
         if policy.patch_torch_functions:
             # FSDP frees the gathered weights after a forward to save memory. Without the hook, cached casts would keep
             # as much.
@@ -259,7 +244,8 @@ def give_back(model: nn.Module) -> None:
 
 def is_copy(model: nn.Module) -> bool:
     """Tell whether `model` is a copy of a cast model, with FP32 weights that are cast during calls."""
-    return isinstance(model, AmpModel) and followed_policy(model) is not None and bool(vars(model)["_amp"].wide)
+    inside = isinstance(model, AmpModel) and followed_policy(model) is not None
+    return inside and any(guest.retyped for guest in vars(model)["_amp"].guests.all)
 
 
 def policy_of(model: nn.Module | None) -> Policy | None:
@@ -270,15 +256,18 @@ def policy_of(model: nn.Module | None) -> Policy | None:
     return untouched[model][0].policy if policy is None and model in untouched else policy
 
 
+_cleared: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
 def times_cleared(model: nn.Module) -> int:
-    """Return how often `model.zero_grad()` was called since `initialize`; 0 for other models."""
-    return vars(model)["_amp"].cleared if isinstance(model, AmpModel) else 0
+    """Return how often `zero_grad()` of `model`, which is in a training, was called."""
+    return _cleared.get(model, 0)
 
 
 def set_policy(model: nn.Module, policy: Policy) -> None:
     """Replace the policy of a cast model by `policy`, whose type of weights is the same; the weights do not change."""
     if isinstance(model, AmpModel) and followed_policy(model) is not None:
-        vars(model)["_amp"].policy = policy
+        vars(model)["_amp"].follow(policy)
 
 
 def _drop_casts(*_: Any) -> None:
@@ -322,100 +311,91 @@ def take(module: nn.Module) -> None:
 
 
 def _entering(base: type, name: str) -> Callable[..., Any]:
-    """Return the method `name` of a model under its training's policy: inputs are cast in, outputs are cast out."""
+    """Return the method `name` of a model under its training's policy: inputs are cast in, outputs are cast out.
+
+    At the events of joints.py the model's guests act. Without guests, the loops over them are empty.
+    """
 
     @wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method, own, told = getattr(self._amp_base, name), self.__dict__.get("_amp"), []
+        method, own = getattr(self._amp_base, name), self.__dict__.get("_amp")
         if own is None:
             return method(self, *args, **kwargs)
-        policy, compiling = own.policy, is_dynamo_compiling()
-        low = policy.cast_model_type
-        if own.high:
-            method = low_bit.keeping_named(method, own.high)
-        if (policy.mixes_types or name in own.mixing) and (mixed_operands.TRACED or not compiling):
-            method = mixed_operands.cast_within(method, policy)
-        if own.wide:
-            method = copies.on_casts(method, own.wide, own.calls)
-        outer = running.policy
+        policy, outer, compiling = own.policy, running.policy, is_dynamo_compiling()
+        low, guests, entered = policy.cast_model_type, own.guests.all, 0
+        alone = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+        call: Any = None
+        if guests:
+            kind = name, self.training, torch.is_grad_enabled(), alone
+            if compiling:
+                guests = tuple([guest for guest in guests if guest.traced])
+            else:
+                guests = own.guests.of_kind.get(kind, guests)
+            call = Call(self, own, kind, args, kwargs, outer) if guests else None
         if outer is policy or (low is not None and in_backward() and low_precision_of((args, kwargs)) is low):
-            return method(self, *args, **kwargs)  # a nested call, or a recomputation: the inputs are cast already
-        if not compiling:
-            # A compiled forward does not copy written masters back into weights; the next step does. DataParallel's
-            # replicas are copies of synced weights.
-            if not self.__dict__.get("_is_replica"):  # of a module, `getattr` would raise and catch an error
-                own.links.publish_written(self)
-            if own.region is None or own.region.policy is not policy:
-                own.region = regions.region(policy)
-            call = name, self.training, torch.is_grad_enabled()
-            if low is not None and own.looks.get(call, 1) and not may_trace_next():
-                told = first_inputs.look(self, call, args, kwargs, own)
-                serve_batch_norms(self, own, (args, kwargs))
-        written = own.written_buffers
-        if written is not None and (compiling or not self.training or not torch.is_grad_enabled()):
-            written = None
-        before = [] if written is None else written.before()
-        edits, inputs, outer_inputs = None, (args, kwargs), running.inputs
-        running.policy = policy
+            for guest in reversed(guests):  # a nested call, or a recomputation: the inputs are cast already
+                method = guest.call(call, method)
+            return method(self, *args, **kwargs)
+        if not compiling:  # compiled code does not copy written masters back into weights; the next step does
+            own.links.publish_written(self)
         try:
-            with regions.region(policy) if compiling else own.region:
-                if low is not None:
-                    args, kwargs, edits = _cast_in(args, kwargs, low, own.masks.get(name))
-                    if own.keeps:
-                        running.inputs = pairs_of(inputs, (args, kwargs))
-                output = method(self, *args, **kwargs)
-        except (RuntimeError, KeyError) as error:  # a function with a table of types raises KeyError
-            if outer is None and not compiling:
-                explain_types(self, policy, error, KeptModule)
-            raise
+            for guest in guests:
+                guest.enter(call)
+                entered += 1
+            running.policy = policy
+            try:
+                with regions.region(policy) if compiling else own.region:
+                    if guests:
+                        args, kwargs = call.args, call.kwargs
+                    if alone:
+                        x = args[0]
+                        if low is not None and x.dtype is not low and x.dtype.is_floating_point:
+                            args = (x.to(low),)
+                    elif low is not None:
+                        args, kwargs = tree.cast_floats((args, kwargs), low)
+                    if guests:
+                        call.args, call.kwargs = args, kwargs
+                    for guest in guests:
+                        guest.cast_in(call)
+                    for guest in reversed(guests):
+                        method = guest.call(call, method)
+                    output = method(self, *args, **kwargs)
+            except (RuntimeError, KeyError) as error:  # a function with a table of types raises KeyError
+                if outer is None and not compiling:
+                    explain_types(self, policy, error, KeptModule)
+                raise
+            finally:
+                running.policy = outer
+            result = output if low is None and policy.cast_model_outputs is None else cast_out(output, policy, outer)
+            for guest in reversed(guests):
+                result = guest.cast_out(call, output, result)
+            return result
         finally:
-            taken, running.inputs, running.policy = running.inputs, outer_inputs, outer
-            if told:  # after an error too, whose cause they may tell
-                first_inputs.tell(told, own, taken)
-        if written is not None and not written.after(before):
-            own.written_buffers = None
-        if edits is not None:
-            edits.give_back(lambda value: _cast_out(value, policy, outer))
-        return output if low is None and policy.cast_model_outputs is None else _cast_out(output, policy, outer)
+            if entered:
+                _leave(guests[:entered], call)
 
     return entering
 
 
-def _cast_in(args: Any, kwargs: Any, low: torch.dtype, masks: set[int | str] | None) -> tuple[Any, Any, _Edits | None]:
-    """Return (args, kwargs, edits): arguments of forward cast to `low`, and an object for edits of dicts, if needed."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and not masks:
-        return (tree.cast_floats(args[0], low),), kwargs, None
-    rounded = first_inputs.saturated(args, kwargs, masks, low) if masks else (args, kwargs)
-    cast_args, cast_kwargs = tree.cast_floats(rounded, low)
-    return cast_args, cast_kwargs, _Edits((*args, *kwargs.values()), (*cast_args, *cast_kwargs.values()))
+def _leave(guests: tuple[ForwardGuest, ...], call: Call) -> None:
+    """Call `leave` of each guest, the last one first, also if one raises."""
+    try:
+        guests[-1].leave(call)
+    finally:
+        if len(guests) > 1:
+            _leave(guests[:-1], call)
 
 
-class _Edits:
-    """The dicts and objects that forward received as cast copies, so that its edits can be copied back."""
+def cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
+    """Return the output of a model's forward as its caller gets it: another model's forward under `outer`, or a script.
 
-    def __init__(self, given: tuple[Any, ...], passed: tuple[Any, ...]) -> None:
-        self.copies = [
-            (mine, copy, dict(copy))
-            for whole, cast in zip(given, passed, strict=True)
-            if cast is not whole and not isinstance(cast, Tensor)
-            for mine, copy in tree.edited_places(whole, cast)
-        ]
-
-    def give_back(self, cast_out: Callable[[Any], Any]) -> None:
-        """Copy forward's edits of the copies back into the caller's dicts; new values go through `cast_out`."""
-        for mine, copy, before in self.copies:
-            for key in before.keys() - copy.keys():
-                mine.pop(key, None)
-            for key, value in copy.items():
-                if key not in before or value is not before[key]:
-                    mine[key] = cast_out(value)
-
-
-def _cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
-    if policy.cast_model_outputs is not None:
-        return tree.cast_floats(output, policy.cast_model_outputs)
-    if policy.cast_model_type is None:
-        return output
-    # A model inside another training's model returns the outer model's type.
-    dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
-    return tree.cast_floats(output, dtype, LOW_PRECISION)
+    A model inside another training's model returns the outer model's type.
+    """
+    only, dtype = None, policy.cast_model_outputs
+    if dtype is None:
+        only = LOW_PRECISION
+        dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
+    if isinstance(output, Tensor):  # the common case
+        changes = output.dtype.is_floating_point if only is None else output.dtype in only
+        return output.to(dtype) if changes and output.dtype is not dtype else output
+    return tree.cast_floats(output, dtype, only)

@@ -8,7 +8,8 @@ needs less memory: a weight that has the level's type already gets only a master
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -45,6 +46,17 @@ def note_type(param: Tensor, dtype: torch.dtype | None) -> None:
     _params[param] = dtype
 
 
+def copied(model: nn.Module, _: Any) -> tuple[Callable[[Any, Any], None], Any] | None:
+    """Return the original types of the parameters of `model`, for a copy or pickle (`joints.copied`)."""
+    known = [(param, dtype) for param in model.parameters() if (dtype := type_of(param)) is not None]
+    return (_arrive, known) if known else None
+
+
+def _arrive(_: Any, known: list[tuple[Tensor, torch.dtype]]) -> None:
+    for param, dtype in known:
+        note_type(param, dtype)
+
+
 def give_buffers_back(model: nn.Module) -> None:
     """Cast the FP32 buffers inside `model` to their original types; a shared buffer stays shared."""
     types = {(m, name): dtype for m in model.modules() for name, dtype in _buffers.pop(m, {}).items()}
@@ -69,11 +81,11 @@ def _release(param: Tensor) -> Any:
 # Types under a policy
 
 
-def arrive(models: Iterable[nn.Module], earlier: Collection[int]) -> None:
-    """Record the original types of the parameters of `models`, except parameters of earlier trainings (ids)."""
+def arrive(models: Iterable[nn.Module], earlier: AbstractSet[Tensor]) -> None:
+    """Record the original types of the parameters of `models`, except those of `earlier` trainings."""
     for model in models:
         for param in model.parameters():
-            if id(param) not in earlier:
+            if param not in earlier:
                 low = param.dtype in LOW_PRECISION and not is_quantized(param)
                 note_type(param, param.dtype if low else None)
 
@@ -116,7 +128,7 @@ def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) ->
     return torch.float32 if widened else param.dtype
 
 
-def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
+def check(model: nn.Module, policy: Policy, stays: AbstractSet[Tensor]) -> None:
     """Raise if a low-precision or quantized parameter of `model` rules a training under `policy` out."""
     if policy.changes_nothing:
         return
@@ -131,8 +143,8 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
             continue
         if type_of(param) is None:
             continue
-        if is_dtensor(param) and param.requires_grad and not _is_rounded_shard(param, id(param) in stays, policy):
-            if policy.master_weights == STOCHASTIC and id(param) in stays:
+        if is_dtensor(param) and param.requires_grad and not _is_rounded_shard(param, param in stays, policy):
+            if policy.master_weights == STOCHASTIC and param in stays:
                 raise ValueError(
                     f"{named} is sharded and {param.dtype}, and its module stays FP32 (a batch norm, or keep_fp32): "
                     "call float() of that module before fully_shard; or pass keep_batchnorm_fp32=False"
@@ -148,40 +160,32 @@ def _is_rounded_shard(param: Tensor, stays: bool, policy: Policy) -> bool:
     return policy.master_weights == STOCHASTIC and param.dtype is policy.cast_model_type and not stays
 
 
-def params_to_widen(models: Iterable[nn.Module], stays: Collection[int], policy: Policy) -> list[nn.Parameter]:
+def params_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], policy: Policy) -> list[nn.Parameter]:
     """Return the low-precision parameters that are FP32 under `policy`, each once, before any cast."""
-    once: dict[int, nn.Parameter] = {}
+    stays = {param for module in kept for param in module.parameters()}
+    once: dict[nn.Parameter, None] = {}
     for model in models:
         widened = has_widened(model)
-        for param in model.parameters():
-            if type_of(param) is None or param.dtype not in LOW_PRECISION:
-                continue
-            if wanted_type(param, id(param) in stays, policy, widened=widened) is torch.float32:
-                once[id(param)] = param
-    return list(once.values())
+        low = (p for p in model.parameters() if type_of(p) is not None and p.dtype in LOW_PRECISION)
+        once |= {p: None for p in low if wanted_type(p, p in stays, policy, widened=widened) is torch.float32}
+    return list(once)
 
 
 def buffers_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], policy: Policy) -> list[Owned]:
     """Return the low-precision buffers that `policy` wants in another type. The caller casts them to FP32 first."""
-    stays = set() if policy.changes_nothing else {id(module) for root in kept for module in root.modules()}
     low = [model for model in models if came_low(model)]
-    modules = {id(m): m for model in low for m in model.modules()}
     plain = policy.cast_model_type is None and not policy.patch_torch_functions
-    widened = {id(m) for model in low if plain and has_widened(model) for m in model.modules()}
-    found = []
-    for key, module in modules.items():
-        for name, buffer in module._buffers.items():
-            if buffer is None or buffer.dtype not in LOW_PRECISION or is_quantized(buffer):
-                continue
-            if (
-                key in stays
-                or key in widened
-                or policy.patch_torch_functions
-                or policy.keep_buffers_fp32
-                or policy.cast_model_type not in (None, buffer.dtype)
-            ):
-                found.append((module, name))
-    return found
+    wide = {m for model in low if plain and has_widened(model) for m in model.modules()}
+    if not policy.changes_nothing:
+        wide |= {module for root in kept for module in root.modules()}
+    every = policy.patch_torch_functions or policy.keep_buffers_fp32
+    return [
+        (module, name)
+        for module in dict.fromkeys(m for model in low for m in model.modules())
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype in LOW_PRECISION and not is_quantized(buffer)
+        if every or module in wide or policy.cast_model_type not in (None, buffer.dtype)
+    ]
 
 
 def widen_buffers(owned: Iterable[Owned]) -> None:

@@ -46,32 +46,24 @@ def kept_modules(
         ValueError: a name that no model has, or a class without an instance in any model.
         TypeError: a rule is of no type in `KeepFP32`.
     """
-    kept: dict[int, nn.Module] = {}
     if _has_buffers(rules):
         rules = [rule for rule in _as_rules(rules, "keep_fp32", caller) if rule != BUFFERS]
-    kept.update((id(m), m) for m in modules_matching(models, rules, "keep_fp32", caller))
-    if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
-        norms = (m for model in models for m in model.modules() if is_batch_norm(m))
-        kept.update((id(m), m) for m in norms)
+    kept = dict.fromkeys(modules_matching(models, rules, "keep_fp32", caller))  # a set in order
+    modules = [*dict.fromkeys(module for model in models for module in model.modules())]
     if policy.cast_model_type is not None:
-        roots = {id(model) for model in models}
-        inside = (m for model in models for m in model.modules() if id(m) not in roots and not is_batch_norm(m))
-        kept.update((id(m), m) for m in inside if buffers.are_all_that(m, low_tables))
+        norms = filter(is_batch_norm, modules) if policy.keep_batchnorm_fp32 else ()
+        roots = set(models)
+        inside = (m for m in modules if m not in roots and not is_batch_norm(m))
+        kept |= dict.fromkeys((*norms, *(m for m in inside if buffers.are_all_that(m, low_tables))))
     # MultiheadAttention reads the weight of `out_proj` and never calls it: if `out_proj` stays FP32, so must the
     # attention.
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, nn.MultiheadAttention) and id(module.out_proj) in kept:
-                kept[id(module)] = module
+    kept |= dict.fromkeys(m for m in modules if isinstance(m, nn.MultiheadAttention) and m.out_proj in kept)
     # Without this, a module that shares a weight with an FP32 module would get inputs of another type than the
     # weight's.
-    stays = {id(p) for m in kept.values() for p in m.parameters()}
-    for model in models:
-        for module in model.modules():
-            if any(id(p) in stays for p in module._parameters.values()):
-                kept.setdefault(id(module), module)
-    inner = {id(child) for m in kept.values() if has_forward(m) for child in m.modules() if child is not m}
-    return [m for key, m in kept.items() if key not in inner]
+    stays = {p for m in kept for p in m.parameters()}
+    kept |= dict.fromkeys(m for m in modules if not stays.isdisjoint(m._parameters.values()))
+    inner = {child for m in kept if has_forward(m) for child in m.modules() if child is not m}
+    return [m for m in kept if m not in inner]
 
 
 def with_mixed_types(policy: Policy, rules: Any, kept: Iterable[nn.Module]) -> Policy:
@@ -102,14 +94,14 @@ def modules_matching(
         ValueError: a name that no model has, or a class without an instance in any model.
         TypeError: a rule is of no type in `KeepFP32`.
     """
-    found: dict[int, nn.Module] = {}
+    found: dict[nn.Module, None] = {}
     for rule in _as_rules(rules, argument, caller):
         named = _named_modules(rule, models)
         if not named and isinstance(rule, str | type | nn.Module):
             names = [name for model in models for name, _ in model.named_modules()]
             raise ValueError(f"{caller}: {argument} names {_no_match(rule, 'module', names)}")
-        found.update((id(m), m) for outer in named for m in _with_tensors(outer))
-    return list(found.values())
+        found.update((m, None) for outer in named for m in _with_tensors(outer))
+    return list(found)
 
 
 def params_matching(models: list[nn.Module], rules: ParamRule | Iterable[ParamRule], argument: str) -> list[Tensor]:
@@ -121,7 +113,7 @@ def params_matching(models: list[nn.Module], rules: ParamRule | Iterable[ParamRu
         ValueError: a name, class, module or parameter that matches no parameter of `models`.
         TypeError: a rule is of no type in `ParamRule`.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[Tensor, None] = {}
     params = [(name, p) for model in models for name, p in model.named_parameters(remove_duplicate=False)]
     for rule in _as_rules(rules, argument, "initialize", Tensor):
         named = [p for name, p in params if p is rule or (isinstance(rule, str) and name == rule)]
@@ -129,8 +121,8 @@ def params_matching(models: list[nn.Module], rules: ParamRule | Iterable[ParamRu
         if not named and isinstance(rule, str | type | nn.Module | Tensor):
             names = [name for name, _ in params] + [name for model in models for name, _ in model.named_modules()]
             raise ValueError(f"initialize: {argument} names {_no_match(rule, 'parameter', names)}")
-        found.update((id(p), p) for p in named)
-    return list(found.values())
+        found.update((p, None) for p in named)
+    return list(found)
 
 
 def _named_modules(rule: Any, models: list[nn.Module]) -> list[nn.Module]:

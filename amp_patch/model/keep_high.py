@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import low_bit, regions
-from amp_patch.model.forward import AmpModel, give
+from amp_patch.model.forward import AmpModel, give, policy_of
+from amp_patch.model.joints import Call, ForwardGuest
 from amp_patch.model.keep_fp32 import KeepFP32, modules_matching
 from amp_patch.model.kept_module import InnerModule, KeptModule
 from amp_patch.model.of_model import ModelState
@@ -31,21 +34,32 @@ class HighModule(InnerModule):
             forward, own = self._amp_base.forward, self.__dict__.get("_amp")
             if own is None:
                 return forward(self, *args, **kwargs)
-            with regions.region(own.policy):
+            with regions.region(own.policy) if is_dynamo_compiling() else own.region:
                 return forward(self, *args, **kwargs)
 
         return {"forward": high}
 
 
-@dataclass(frozen=True)
-class Kept:
+class HighNames(ForwardGuest):
+    """Marks the weights with these names before each call, so that their products stay 16-bit."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def call(self, call: Call, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `method` under the marks."""
+        return low_bit.keeping_named(method, self.names)
+
+
+class Kept(NamedTuple):
     """Modules whose calls have 16-bit products, and weights whose products are 16-bit wherever they are used."""
 
+    models: list[nn.Module]
     modules: list[nn.Module]
     weights: list[Tensor]
 
 
-def kept_high(models: list[nn.Module], policy: Policy, rules: Rules) -> Kept:
+def check(rules: Rules, models: list[nn.Module], _: Any, targets: Any, policy: Policy) -> Kept:
     """Return the modules that `rules` match. If `rules` is None, return the first layer and the head of each model.
 
     A layer is a module with a weight of two or more dimensions. The first layer is the first one that a model defines;
@@ -58,19 +72,17 @@ def kept_high(models: list[nn.Module], policy: Policy, rules: Rules) -> Kept:
     """
     if rules is not None:
         found = modules_matching(models, rules, "keep_high", "initialize")
-        return Kept(found, [p for module in found for p in module.parameters()])
-    if policy.product_format is None:
-        return Kept([], [])
-    modules: dict[int, nn.Module] = {}
+        return Kept(models, found, [p for module in found for p in module.parameters()])
+    modules: dict[nn.Module, None] = {}
     weights: list[Tensor] = []
-    for model in models:
+    for model in models if policy.product_format is not None else ():
         layers = list(_layers(model))
         tables = [layer for layer in layers if hasattr(layer, "num_embeddings")]
         weights += [p for table in tables for p in table.parameters(recurse=False)]
         ends = layers[:1] + [layer for layer in layers if layer not in tables][-1:]
-        modules.update((id(layer), layer) for layer in ends if layer not in tables)
-    weights += [p for layer in modules.values() for p in layer.parameters()]
-    return Kept(list(modules.values()), weights)
+        modules.update((layer, None) for layer in ends if layer not in tables)
+    weights += [p for layer in modules for p in layer.parameters()]
+    return Kept(models, list(modules), weights)
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -81,35 +93,35 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def enter_high(models: list[nn.Module], policy: Policy, kept: Kept) -> None:
-    """Mark `kept` to stay 16-bit in `models`, which have just entered a training of `policy`; clear earlier marks.
+def enter(_: Any, kept: Kept) -> None:
+    """Mark `kept` to stay 16-bit in its models, which have just entered a training; clear earlier marks.
 
     If the policy has no product format, change nothing: no product is FP8 or FP4.
     """
-    if policy.product_format is None:
+    policy = policy_of(kept.models[0])
+    if policy is None or policy.product_format is None:
         return
-    sharded = fsdp.fsdp_modules(models)
-    for weight in (*(p for model in models for p in model.parameters()), *(w for w, _ in fsdp.gathered(sharded))):
+    sharded = fsdp.fsdp_modules(kept.models)
+    for weight in (*(p for m in kept.models for p in m.parameters()), *(w for w, _ in fsdp.gathered(sharded))):
         low_bit.release(weight)
-    stay = {id(weight) for weight in kept.weights}
-    for model in models:
-        if isinstance(model, AmpModel):
+    stay = set(kept.weights)
+    for model in kept.models:
+        if isinstance(model, AmpModel) and (names := _names_of(model, stay)):
             own: ModelState = vars(model)["_amp"]
-            own.high = _names_of(model, stay)
-            low_bit.keep_named(model, own.high)
+            own.guests.add(HighNames(names))
+            low_bit.keep_named(model, names)
             # Without these hooks, weights that an FSDP module inside gathers during the model's forward would have no
             # mark.
             marks = ((m, functools.partial(_mark, names=_names_of(m, stay))) for m in fsdp.fsdp_modules([model]))
             own.handles += [module.register_forward_pre_hook(mark) for module, mark in marks]
-    high = replace(policy, product_format=None)
-    roots = {id(model) for model in models}
+    high, roots = replace(policy, product_format=None), set(kept.models)
     for module in kept.modules:
-        if id(module) not in roots and not isinstance(module, KeptModule):
+        if module not in roots and not isinstance(module, KeptModule):
             give(module, HighModule, ModelState(high))
 
 
-def _names_of(model: nn.Module, weights: Collection[int]) -> tuple[str, ...]:
-    return tuple(name for name, param in model.named_parameters(remove_duplicate=False) if id(param) in weights)
+def _names_of(model: nn.Module, weights: AbstractSet[Tensor]) -> tuple[str, ...]:
+    return tuple(name for name, param in model.named_parameters(remove_duplicate=False) if param in weights)
 
 
 def _mark(module: nn.Module, _: Any, names: tuple[str, ...]) -> None:

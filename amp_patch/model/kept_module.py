@@ -6,6 +6,7 @@ an input of the model itself, or a view of one.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from itertools import chain
 from operator import is_
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import regions
-from amp_patch.model.keep_fp32 import is_batch_norm
+from amp_patch.model.joints import Call, Entry, FirstCalls
+from amp_patch.model.keep_fp32 import forbid_fast_path, is_batch_norm
 from amp_patch.model.of_model import ModelState, followed_policy, running
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
-from amp_patch.support import generated_class, tree
+from amp_patch.support import fsdp, generated_class, tree
 from amp_patch.support.compiled import in_backward, wraps
 from amp_patch.support.generated_class import Generated
 
@@ -47,7 +49,7 @@ class KeptModule(InnerModule):
                 inside = running.policy is not None or in_backward()
                 low = low_precision_of(given)
                 came = low or (policy.cast_model_type if inside else None)
-                if running.inputs or in_backward():
+                if received.inputs or in_backward():
                     given = tree.map_tensors(_from_before, given)
                 if takes_low and low is low_precision_of(given):  # it received no input of the model
                     return forward(self, *args, **kwargs)
@@ -93,6 +95,16 @@ class _Input:
         return value.as_strided(x.shape, x.stride(), x.storage_offset() + value.storage_offset())
 
 
+class _Received(threading.local):
+    """The cast inputs of the forward that runs on this thread, with their values from before."""
+
+    def __init__(self) -> None:
+        self.inputs: tuple[tuple[Tensor, Any], ...] = ()
+
+
+received = _Received()
+_OUTER = "inputs of the call around"  # in `Call.notes`
+
 _inputs: dict[int, _Input] = {}  # address of a cast input's memory -> that input, as long as its tensor lives
 
 
@@ -117,7 +129,7 @@ def _from_before(x: Tensor) -> Tensor:
     """Return `x` as it was before the cast of the model's inputs; `x` itself if it is none, or was written since."""
     if x.dtype not in LOW_PRECISION:
         return x
-    for low, value in running.inputs:
+    for low, value in received.inputs:
         if x is low:
             return value.float() if is_dynamo_compiling() else value.from_before(x)
     found = None if is_dynamo_compiling() or not _has_memory(x) else _inputs.get(_address(x))
@@ -142,20 +154,59 @@ def _version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def serve_batch_norms(model: nn.Module, own: ModelState, given: Any) -> None:
-    """Give batch norms that may receive the inputs `given` of `model` the class `KeptModule`.
+class KeptInputs(FirstCalls):
+    """Gives modules that stay FP32 the inputs of their model unrounded; `stays` if there are such modules.
 
-    torch's kernel of batch norms takes a low-precision input with FP32 weights, so that no other batch norm needs it.
+    torch's kernel of batch norms takes a low-precision input with FP32 weights. So a batch norm gets the class
+    `KeptModule` only if one of the first calls has an input of its width.
+
+    Attributes:
+        fast_path_off: whether torch's fused encoder layers are disabled, because some of their modules stay FP32.
     """
-    if own.sharded or vars(model).get("_is_replica"):
-        return
-    widths = {x.shape[1] for x in tree.tensors(given) if x.dim() > 1 and x.is_floating_point() and not x.is_nested}
-    for module in filter(is_batch_norm, model.modules()) if widths else ():
-        takes_low = type(module).forward is nn.BatchNorm1d.forward
-        if takes_low and module.num_features in widths and _is_fp32(module):
-            generated_class.give(module, KeptModule, ())
-            vars(module)["_amp"] = ModelState(own.policy)
-            own.keeps = True
+
+    def __init__(self, stays: bool, fast_path_off: bool) -> None:
+        super().__init__()
+        self.__setstate__({"stays": stays, "fast_path_off": fast_path_off})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if state["fast_path_off"]:
+            forbid_fast_path()
+
+    def look(self, call: Call) -> None:
+        """Give batch norms of the inputs' widths the class `KeptModule`."""
+        if fsdp.is_fsdp(call.model) or vars(call.model).get("_is_replica"):
+            return
+        given = tree.tensors(call.given)
+        widths = {x.shape[1] for x in given if x.dim() > 1 and x.is_floating_point() and not x.is_nested}
+        for module in filter(is_batch_norm, call.model.modules()) if widths else ():
+            takes_low = type(module).forward is nn.BatchNorm1d.forward
+            if takes_low and module.num_features in widths and _is_fp32(module):
+                generated_class.give(module, KeptModule, ())
+                vars(module)["_amp"] = ModelState(call.state.policy)
+                call.state.guests.stay(self)
+
+    def cast_in(self, call: Call) -> None:
+        """Store the inputs from before the cast."""
+        if self.stays:
+            call.notes[_OUTER] = received.inputs
+            received.inputs = pairs_of(call.given, (call.args, call.kwargs))
+
+    def leave(self, call: Call) -> None:
+        """Restore the inputs of the call around this one."""
+        if _OUTER in call.notes:
+            received.inputs = call.notes[_OUTER]
+
+
+def choose(model: nn.Module, entry: Entry) -> KeptInputs | None:
+    """Return a guest if inputs of `model` may reach modules that stay FP32, in it or in other models."""
+    if entry.policy.cast_model_type is None:
+        return None
+    stay, inside = set(entry.kept), [*model.modules()]
+    layers = (module for module in inside if isinstance(module, nn.TransformerEncoderLayer))
+    fused = any(module in stay for layer in layers for module in layer.modules())
+    keeps = any(isinstance(module, KeptModule) for module in entry.kept)
+    return KeptInputs(keeps, fused) if keeps or fused or any(map(is_batch_norm, inside)) else None
 
 
 def _is_fp32(module: nn.Module) -> bool:

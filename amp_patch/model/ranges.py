@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.model.first_inputs import is_mask
+from amp_patch.model.masks import is_mask
 from amp_patch.model.of_model import followed_policy
 from amp_patch.model.tensors import load_masters
 from amp_patch.policy import LOW_PRECISION, Policy
@@ -26,12 +26,12 @@ def check_models(models: Iterable[nn.Module], kept: Iterable[nn.Module], policy:
     """
     if policy.cast_model_type is None:
         return
-    stay = {id(module) for root in kept for module in root.modules()}
+    stay = {module for root in kept for module in root.modules()}
     for model in models:
         named = [
             (path, name, tensor)
             for path, module in model.named_modules()
-            if id(module) not in stay
+            if module not in stay
             for name, tensor in (
                 *module._parameters.items(),
                 *({} if policy.keep_buffers_fp32 else module._buffers).items(),
@@ -58,12 +58,12 @@ def _refuse_infinite(caller: str, model: nn.Module, named: list[_Named], low: to
     by_device: dict[torch.device, list[Tensor]] = {}
     for *_, value in found:
         by_device.setdefault(value.device, []).append(value)
-    largest: dict[int, float] = {}
+    largest: dict[Tensor, float] = {}
     for values in by_device.values():
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))]).tolist()
-        largest.update(zip(map(id, values), norms, strict=True))
+        largest.update(zip(values, norms, strict=True))
     for path, name, tensor, value in found:
-        if largest[id(value)] <= torch.finfo(low).max or (not tensor.requires_grad and is_mask(value, low)):
+        if largest[value] <= torch.finfo(low).max or (not tensor.requires_grad and is_mask(value, low)):
             continue
         lost = value[value.isfinite() & value.to(low).isinf()]
         if not lost.numel():

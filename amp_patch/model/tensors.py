@@ -79,7 +79,7 @@ def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, take
     FP64 parameters are taken if the policy does not cast them. FP16 and BF16 parameters are taken if `takes_any`;
     `ranges.check_models` then tests that no value is lost.
     """
-    stays = {id(p) for module in kept for p in module.parameters()}
+    stays = {p for module in kept for p in module.parameters()}
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
@@ -95,7 +95,7 @@ def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, take
             param.dtype is torch.float64
             and not is_quantized(param)
             and policy.cast_model_type is not None
-            and id(param) not in stays
+            and param not in stays
         ):
             raise ValueError(
                 f"initialize: parameter {name!r} of {type(model).__name__} is torch.float64 and opt_level "
@@ -128,35 +128,33 @@ def to_cast(
         Parameters, each once: FP32, or low precision before `initialize` in another type than the policy's.
         FP32 buffers, each as (module, name).
     """
-    modules = {id(m): m for model in models for m in model.modules()}
-    for root in kept:
-        for module in root.modules():
-            modules.pop(id(module), None)
+    stay = {module for root in kept for module in root.modules()}
+    modules = dict.fromkeys(m for model in models for m in model.modules() if m not in stay)
     params = {
-        id(p): p
-        for m in modules.values()
+        p: None
+        for m in modules
         for p in m._parameters.values()
         if p is not None and not distributed.is_dtensor(p) and not is_quantized(p)
         if p.dtype is torch.float32 or (p.dtype is not policy.cast_model_type and incoming.type_of(p) is not None)
     }
     owned = [
         (m, name)
-        for m in modules.values()
+        for m in modules
         for name, buffer in m._buffers.items()
         if buffer is not None and buffer.dtype is torch.float32 and not policy.keep_buffers_fp32
     ]
-    return list(params.values()), owned
+    return list(params), owned
 
 
 def not_cast_to(model: nn.Module, kept: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
     """Return the FP32, FP16 and BF16 parameters of `model` that are not of the type that `policy` wants for them."""
-    stays = {id(p) for module in kept for p in module.parameters()}
+    stays = {p for module in kept for p in module.parameters()}
     widened = incoming.has_widened(model)
     return [
         p
         for p in model.parameters()
         if (p.dtype is torch.float32 or p.dtype in LOW_PRECISION) and not is_quantized(p)
-        if p.dtype is not incoming.wanted_type(p, id(p) in stays, policy, widened=widened)
+        if p.dtype is not incoming.wanted_type(p, p in stays, policy, widened=widened)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -140,17 +141,16 @@ def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError 
     """If user code has changed the type of weights since `initialize`, raise `error` with their names; else return."""
     norms, buffers = bool(policy.keep_batchnorm_fp32), policy.keep_buffers_fp32
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
-    stay = {id(inner) for module in kept for inner in module.modules()}
+    stay = {inner for module in kept for inner in module.modules()}
+    retyped = {name for guest in vars(model)["_amp"].guests.all for name in guest.retyped}
     names = [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and tensor.is_floating_point()
-        if f"{path}.{name}".lstrip(".") not in vars(model)["_amp"].wide
+        if f"{path}.{name}".lstrip(".") not in retyped
         if tensor.dtype
-        is not (
-            torch.float32 if id(module) in stay or (buffers and name in module._buffers) else policy.cast_model_type
-        )
+        is not (torch.float32 if module in stay or (buffers and name in module._buffers) else policy.cast_model_type)
     ]
     if not names:
         return
@@ -165,10 +165,19 @@ def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError 
     ) from error
 
 
+# Model of a training -> the modules inside it at `initialize`. A copy of a model is not in the table.
+_modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def note_modules(model: nn.Module) -> None:
+    """Store the modules inside `model`, which enters a training, for errors about modules that are added later."""
+    _modules[model] = weakref.WeakSet(model.modules())
+
+
 def _refuse_new_modules(model: nn.Module, policy: Policy, error: RuntimeError | KeyError, names: list[str]) -> None:
     """If tensors in `names` are in modules added since `initialize`, raise `error` with the modules; else return."""
-    known = vars(model)["_amp"].modules
-    new = [path for path, module in model.named_modules() if module not in known] if known else []
+    known = _modules.get(model) or set(model.modules())
+    new = [path for path, module in model.named_modules() if module not in known]
     outermost = [path for path in new if path.rpartition(".")[0] not in new]
     if added := [path for path in outermost if any(name.startswith(f"{path}.") for name in names)]:
         raise RuntimeError(
@@ -208,8 +217,9 @@ def _names_integers(error: RuntimeError | KeyError) -> bool:
 
 def _place(model: nn.Module, error: RuntimeError | KeyError) -> str:
     """Return the innermost module of `model` that raised `error`, and the line."""
-    names = {id(module): name for name, module in model.named_modules()}
-    inside = [names[id(own)] for frame, _ in frames_of(error) if id(own := frame.f_locals.get("self")) in names]
+    names = {module: name for name, module in model.named_modules()}
+    owners = (frame.f_locals.get("self") for frame, _ in frames_of(error))
+    inside = [names[own] for own in owners if isinstance(own, nn.Module) and own in names]
     where = f"module {inside[-1]!r} of {type(model).__name__}" if inside and inside[-1] else type(model).__name__
     return f"{where}{raised_at(error)}"
 

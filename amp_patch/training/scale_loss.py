@@ -105,18 +105,17 @@ def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else of_class(loss)
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     for stash in stashes:
-        refuse_sharded_since(stash.neighbours.siblings.models, "scale_loss")
+        refuse_sharded_since(stash.neighbours.siblings.unsharded, "scale_loss")
     return scaler_of(stashes[0], loss_id).to(loss.device)
 
 
 def refuse_sharded_since(models: Iterable[weakref.ref[nn.Module]], caller: str) -> None:
-    """Raise RuntimeError if `fully_shard` was called on one of `models` after `initialize` received it."""
+    """Raise RuntimeError if `fully_shard` was called on one of `models`, which `initialize` received unsharded."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None or not kind.__subclasses__():  # nothing is sharded: `fully_shard` makes subclasses of FSDPModule
         return
     for model in (model for ref in models if (model := ref()) is not None):
-        state = vars(model).get("_amp")
-        if state is not None and is_fsdp(model) and not state.sharded:
+        if "_amp" in vars(model) and is_fsdp(model):
             raise RuntimeError(
                 f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
                 "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "

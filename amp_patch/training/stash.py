@@ -21,7 +21,7 @@ from amp_patch.model import copies, part_loads
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.support import device_sync
+from amp_patch.support import device_sync, fsdp
 from amp_patch.support.device_sync import DeviceNumbers
 from amp_patch.training import joints
 from amp_patch.training.joints import Optimizer
@@ -118,6 +118,7 @@ class Siblings(list[weakref.ref[Any]]):
     def __init__(self, optimizers: Iterable[Any] = (), models: Iterable[nn.Module] = ()) -> None:
         super().__init__(map(weakref.ref, optimizers))
         self.models = list(map(weakref.ref, models))
+        self.unsharded = [ref for ref in self.models if not fsdp.is_fsdp(ref())]  # when `initialize` received them
         self.cast_weights: list[weakref.ref[Tensor]] = []  # in a copy, one of each copied model, in place of `models`
         self.unowned: list[Tensor] = []  # the models' trainable parameters that no optimizer holds
         self.process_group: Any = None  # reduces overflow flags; None: no explicit reduction

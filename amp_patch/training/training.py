@@ -178,9 +178,9 @@ def check_arguments(
         earlier = [model for model in known if model_forward.policy_of(model) is not None]  # without restored models
         # A copied model is in no training, but its state tells which of its parameters came in low precision.
         earlier += [m for model in models for m in model.modules() if followed_policy(m) is not None]
-        incoming.arrive(models, {id(p) for known in earlier for p in known.parameters()})
+        incoming.arrive(models, {p for known in earlier for p in known.parameters()})
     kept = kept_modules(models, policy, keep_fp32, low_tables=any(map(incoming.came_low, models)))
-    stays = {id(p) for module in kept for p in module.parameters()}
+    stays = {p for module in kept for p in module.parameters()}
     for model in models:
         if model_forward.policy_of(model) is None and not dialect.models_may_be_low_precision:
             model_tensors.check_types(model, policy, kept, takes_any=dialect.takes_any_type)
@@ -269,7 +269,7 @@ def enter(
     else:
         takes_infinite = training.dialect.takes_infinite_inputs
         model_forward.enter_training(
-            models, kept, policy, methods, on_demand=not targets, takes_infinite=takes_infinite
+            models, kept, policy, methods, buffers, on_demand=not targets, takes_infinite=takes_infinite
         )
         for model in models:
             vars(model)["_amp"].forms = forms
@@ -277,7 +277,7 @@ def enter(
         model_tensors.cast(params, policy.cast_model_type)
         for target in targets:
             known_stash(target).masters.keep(known_stash(target).master_form)
-        model_forward.cast_buffers(models, buffers, policy.cast_model_type)
+        model_buffers.cast(buffers, policy.cast_model_type)
     joints.tell(joints.retyped, about_to_be_cast | retyped)
     for model in models:
         model_tensors.reflatten(model)
@@ -313,8 +313,7 @@ def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> se
     Returns:
         The parameters that were cast.
     """
-    stays = {id(p) for module in kept for p in module.parameters()}
-    widened = incoming.params_to_widen(models, stays, policy)
+    widened = incoming.params_to_widen(models, kept, policy)
     model_tensors.cast(widened, torch.float32)
     incoming.widen_buffers(incoming.buffers_to_widen(models, kept, policy))
     for model in models if policy.changes_nothing else ():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp_patch.model.first_inputs import is_mask, saturate
+from amp_patch.model.masks import is_mask, saturate
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 
 _LONGEST = 50  # lines of a statement that are read

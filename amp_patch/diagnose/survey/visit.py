@@ -29,8 +29,8 @@ from amp_patch.diagnose.survey.kinds import (
 )
 from amp_patch.diagnose.survey.masks import adds_mask, mask_at
 from amp_patch.diagnose.survey.served import averages_that_run_keeps, mends
-from amp_patch.model.first_inputs import saturate
 from amp_patch.model.keep_fp32 import has_forward, is_batch_norm, kept_modules
+from amp_patch.model.masks import saturate
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly, in_backward
 from amp_patch.support.tree import batch_tensors, map_tensors, tensors

@@ -22,7 +22,8 @@ from torch import nn
 
 from amp_patch.casts.mixed_operands import MixedOperands
 from amp_patch.model.forward import cast_method, policy_of
-from amp_patch.model.of_model import cast_mixed_calls, running
+from amp_patch.model.mixed_calls import cast_mixed_calls
+from amp_patch.model.of_model import running
 from amp_patch.model.type_errors import advising, is_about_types, method_subscribers
 from amp_patch.policy import Policy
 from amp_patch.support.generated_class import key_of
