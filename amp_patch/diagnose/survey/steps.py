@@ -184,7 +184,7 @@ class Steps:
         model, draw = fp32_copy(self.case.model), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for param in floats([p for p in model.parameters() if p.dim() > 1]):
-                moves = torch.randn(param.shape, generator=draw).to(param)
+                moves = torch.randn(param.shape, generator=draw, dtype=torch.float32, device="cpu").to(param)
                 param.mul_(1 + 2 * torch.finfo(dtype).eps * moves)
         return Steps(self.case._replace(model=model))
 
