@@ -82,7 +82,7 @@ class Training:
     scalers: list[LossScaler]
     dialect: Dialect
     models: list[weakref.ref[nn.Module]]
-    optimizers: Siblings
+    optimizers: list[weakref.ref[Any]]
 
     def alive(self) -> bool:
         return any(ref() is not None for ref in (*self.models, *self.optimizers))
@@ -114,12 +114,12 @@ def begin_training(
     """Make and enter a training of models and innermost optimizers that are checked and in no other training."""
     scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
     trainings[:] = [training for training in trainings if training.alive()]
-    optimizers = Siblings(targets, models)
-    optimizers.process_group = process_group
-    training = Training(policy, scalers, dialect, optimizers.models, optimizers)
+    shared = Siblings(targets, models)
+    shared.process_group = process_group
+    training = Training(policy, scalers, dialect, shared.models, list(shared))
     trainings.append(training)
     try:
-        enter(training, models, targets, kept or [], methods)
+        enter(training, shared, models, targets, kept or [], methods)
         observers.tell("training_begun", training)
     except BaseException:
         Attempts()(leave, models, targets)  # without `Attempts`, an error of `leave` would hide the first error
@@ -237,6 +237,7 @@ joints.group_gets_masters.append(_supersede_by_group)
 
 def enter(
     training: Training,
+    shared: Siblings,
     models: list[nn.Module],
     targets: list[Any],
     kept: list[nn.Module],
@@ -254,12 +255,12 @@ def enter(
     forms = tuple(training.scalers[0].beside.values())
     for form in forms:
         form.number(everything)
-    training.optimizers.unowned = [p for p in everything if p not in owned and p.requires_grad]
+    shared.unowned = [p for p in everything if p not in owned and p.requires_grad]
     sharded = [(module, set(module.parameters())) for module in fsdp.fsdp_modules(models)]
     for target, own in zip(targets, held, strict=True):
         # Also FSDP modules without a parameter in any optimizer: user code may add their parameters to this optimizer.
         around = [weakref.ref(module) for module, inside in sharded if own & inside or not owned & inside]
-        neighbours = Neighbours(siblings=training.optimizers, sharded=around)
+        neighbours = Neighbours(siblings=shared, sharded=around)
         stash = training.dialect.stash(policy, training.scalers, neighbours=neighbours)
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     if len(targets) > 1:
