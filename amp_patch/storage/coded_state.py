@@ -8,6 +8,7 @@ encoding again gives the same codes, so a read loses nothing. Copies and pickles
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from operator import itemgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.multi_tensor import plain_codes
 from amp_patch.multi_tensor.checks import BLOCK
 from amp_patch.support import tree
 
@@ -88,9 +90,12 @@ class Coded(Tensor):
         """Return the tensor stored in `codes` and `scales`; with `of_whole`, its view with the layout of `like`."""
         shaped, dtype = (codes, torch.float32) if like is None else (like, like.dtype)
         make: Any = Tensor._make_wrapper_subclass  # noqa: SLF001
-        made: Coded = make(
-            cls, shaped.shape, shaped.stride(), shaped.storage_offset(), dtype=dtype, device=codes.device
-        )
+        # torch cannot make views of a tensor that was made in inference mode.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            made: Coded = make(
+                cls, shaped.shape, shaped.stride(), shaped.storage_offset(), dtype=dtype, device=codes.device
+            )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # else compiled code would read memory that is not there
         made.codes, made.scales, made.of_whole = codes, scales, of_whole
         return made
 
@@ -190,7 +195,8 @@ def decode(coded: list[Coded], values: list[Tensor] | None = None) -> list[Tenso
     """Decode the whole tensors of `coded`, on one device, into `values`, with the strides of the codes, or new ones."""
     codes = [each.codes for each in coded]
     made = [torch.empty_like(each, dtype=torch.float32) for each in codes] if values is None else values
-    multi_tensor.multi_tensor_decode(codes, made, [each.scales for each in coded])
+    run = multi_tensor.multi_tensor_decode if type(codes[0]) is Tensor else plain_codes.decode  # else in a trace
+    run(codes, made, [each.scales for each in coded])
     return made
 
 
@@ -201,7 +207,8 @@ def encode(coded: list[Coded], values: list[Tensor]) -> None:
         value if value.stride() == its.stride() else torch.empty_like(its, dtype=torch.float32).copy_(value)
         for its, value in zip(codes, values, strict=True)
     ]
-    multi_tensor.multi_tensor_encode(laid_out, codes, [each.scales for each in coded])
+    run = multi_tensor.multi_tensor_encode if type(codes[0]) is Tensor else plain_codes.encode
+    run(laid_out, codes, [each.scales for each in coded])
 
 
 def encoded(value: Tensor, dtype: torch.dtype) -> Coded:

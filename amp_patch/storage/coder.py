@@ -264,18 +264,15 @@ class Parts:
 
     def __init__(self, optimizer: Any, part: Callable[[Tensor], Tensor]) -> None:
         self._optimizer = optimizer
-        self.params: dict[Tensor, Tensor] = {}
         chunks = [(group, group["params"]) for group in optimizer.param_groups]
-        self.partial = PartialStep(optimizer, chunks, lambda param: self._noted(part(param), param), at_once=True)
+        stepped_for = {param: part(param) for _, params in chunks for param in params}
+        self.params = {stepped: param for param, stepped in stepped_for.items()}
+        self.partial = PartialStep(optimizer, chunks, stepped_for.__getitem__, at_once=True)
         self._states = self.partial.shell.state = defaultdict[Tensor, Any](dict)
         for stepped, param in self.params.items():
             if param in optimizer.state:
                 state = optimizer.state[param].items()
                 self._states[stepped] = {name: here(v) if are_alike(v, param) else v for name, v in state}
-
-    def _noted(self, part: Tensor, param: Tensor) -> Tensor:
-        self.params[part] = param
-        return part
 
     @whole
     def give_back(self) -> None:

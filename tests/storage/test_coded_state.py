@@ -371,8 +371,35 @@ def test_a_state_is_an_fp32_tensor_to_torch_and_to_numpy():
     assert sum(t.nbytes for t in inner.values()) == value.numel() + 4 * -(-value.numel() // 256)
     twin = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
     assert torch.equal(twin.mul_(2), wanted * 2) and torch.equal(value, wanted)
+    with torch.inference_mode():
+        assert torch.equal(value.view(-1)[:9].mul_(1), wanted.view(-1)[:9]) and torch.equal(value[0], wanted[0])
     with pytest.raises(RuntimeError, match=r"squeeze_.*changes the layout of optimizer state that is stored in eight"):
         value.squeeze_()
+
+
+@pytest.mark.program
+def test_compiled_code_reads_a_state():
+    model, optimizer = start(MAKERS["AdamW"])
+    go_on(model, optimizer, range(2))
+    value = optimizer.state[next(iter(amp.master_params(optimizer)))]["exp_avg"]
+    found = torch.compile(lambda t: (t * 2).sum() + t[0, 0], backend="aot_eager", fullgraph=True)(value)
+    torch.testing.assert_close(found, (value * 2).sum() + value[0, 0])
+
+
+def test_code_that_asks_for_memory_gets_an_error_and_torchs_optimizers_step_it():
+    model, optimizer = start(MAKERS["AdamW"])
+    go_on(model, optimizer, range(2))
+    state = optimizer.state[next(iter(amp.master_params(optimizer)))]
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(state["exp_avg"])
+    for settings in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+        weight = nn.Parameter(torch.ones(131, 48))
+        weight.grad = torch.ones_like(weight)
+        plain = OPTIM.AdamW([weight], **settings)
+        plain.state[weight] = dict(state)
+        wanted = state["exp_avg"].lerp(weight.grad, 0.1)
+        plain.step()
+        torch.testing.assert_close(state["exp_avg"], in_eight_bits(wanted, torch.int8), rtol=0.15, atol=1e-3)
 
 
 @one_of_each_way
