@@ -14,19 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casts.install import rule_of
 from amp_patch.diagnose.survey.calls import LOWERING, Call, finite_range, in_place, only_once
-from amp_patch.diagnose.survey.kinds import (
-    CASTING,
-    KINDS,
-    NONE,
-    NOTHING,
-    STORED,
-    Facts,
-    Kind,
-    Kinds,
-    Place,
-    cast,
-    uncast,
-)
+from amp_patch.diagnose.survey.kinds import CASTING, KINDS, NONE, NOTHING, STORED, Facts, Kind, Kinds, cast, uncast
 from amp_patch.diagnose.survey.masks import adds_mask, mask_at
 from amp_patch.diagnose.survey.served import averages_that_run_keeps, mends
 from amp_patch.model.keep_fp32 import has_forward, is_batch_norm, kept_modules
@@ -75,7 +63,7 @@ class Visitor(TorchFunctionMode):
         self.untrained: dict[int, str] = {}  # address of a model's float tensor that no optimizer trains -> its name
         self.trained: dict[int, str] = {}  # address of a cast weight that an optimizer trains -> its name
         self.averages: set[str] = set()  # names of such tensors in modules that `run` keeps in FP32
-        self.asked: list[Place] = []  # the lines of the entered torch.autocasts that ask for FP32
+        self.asked: list[Any] = []  # the lines (`Place`) of the entered torch.autocasts that ask for FP32
         self.plain = 0  # the number of entered regions in which O1 casts nothing
         self.depth = 0
         self.active = True
