@@ -105,3 +105,16 @@ def test_a_name_that_a_served_module_lacks_is_an_import_error_of_python_s(no_ape
     shim.install()
     with pytest.raises(ImportError, match=r"cannot import name 'Foo' from 'amp_patch\.apex\.normalization'"):
         exec("from apex.normalization import Foo", {})
+
+
+def test_an_install_that_fails_changes_nothing(no_apex, monkeypatch):
+    before = dict(sys.modules)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(shim, "_Elsewhere", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        shim.install()
+    assert not of_apex() and not shim.installed()
+    assert set(before) <= set(sys.modules)

@@ -57,6 +57,17 @@ def test_larc_is_the_paper_s(device, dtype, clip, trust, decay):
     assert optimizer.param_groups[0]["weight_decay"] == decay
 
 
+def test_larc_gives_weight_decay_back_when_a_step_fails():
+    table = nn.Embedding(3, 2, sparse=True)
+    optimizer = LARC(torch.optim.SGD(table.parameters(), lr=1.0, weight_decay=0.5))
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="group 0 has a sparse gradient"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    optimizer.zero_grad()
+    optimizer.step()
+
+
 def test_larc_is_an_optimizer_to_schedulers_and_hides_nothing_of_the_inner_one():
     params, grads = weights_and_grads()
     inner = torch.optim.Adam(params, lr=0.1)

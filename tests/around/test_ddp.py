@@ -133,6 +133,37 @@ def test_gradients_averaged_inside_scale_loss_train_like_under_ddp(ranks, level)
     )
 
 
+def native_halves(grouped: bool, kind: str) -> list[Any]:
+    model = linear([[1.0]])
+    optimizer = {"SGD": SGD, "fused": lambda p: torch.optim.Adam(p, fused=True), "O2": SGD}[kind](model.parameters())
+    if kind == "O2":
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0)
+    scaler = amp.GradScaler("cpu", process_group=dist.group.WORLD if grouped else None)
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        value = float("inf") if step == 1 and dist.get_rank() == 1 else 0.25
+        loss = scaler.scale(model(torch.full((1, 1), value)).sum() / 4)
+        if step != 2 or dist.get_rank() == 1:  # one without gradients takes part
+            loss.backward()
+        if step == 3:
+            scaler.unscale_(optimizer)
+        before = masters_of(optimizer)[0]
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((not torch.equal(before, masters_of(optimizer)[0]), scaler.get_scale()))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["SGD", "fused", "O2"])
+def test_native_scaling_over_a_process_group(ranks, kind):
+    apart = ranks(native_halves, False, kind)
+    assert apart[0][1] == (True, 65536.0) and apart[1][1] == (False, 32768.0)
+    for seen in ranks(native_halves, True, kind):
+        assert [scale for _, scale in seen] == [65536.0, 32768.0, 32768.0, 32768.0]
+        assert not seen[1][0] and seen[3][0]
+
+
 def native(dtype: torch.dtype) -> dict[str, Any]:
     """The loop of torch's tutorial, under DDP, an overflow on one rank included."""
     model = mlp()

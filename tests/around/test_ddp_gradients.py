@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from crossed import crossed
@@ -183,6 +184,21 @@ def test_an_overflow_of_another_loss_on_one_rank_is_blamed_on_that_loss_on_all(r
         assert seen["scales"] == [(512.0, 0), (1024.0, 1 if apart else 2)] and seen["skipped"]
         assert not all(grad.isfinite().all() for grad in seen["gradients"])
         assert same(seen["weights"], start)
+
+
+def beside_ddp(level: str) -> list[Tensor]:
+    """The first of two losses does not go through DDP's forward."""
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    backward(loss_of(model, mine(0)), optimizer, delay_unscale=True)
+    backward(loss_of(wrapped, mine(1)), optimizer)
+    return gradients(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_delayed_gradients_that_ddp_did_not_reduce_are_in_its_next_reduction(ranks, level):
+    both_alike(ranks(beside_ddp, level))
 
 
 def gan(level: str | None, options: dict[str, Any], dropping: bool = False) -> list[Tensor]:

@@ -113,6 +113,37 @@ def test_an_earlier_ddp_reduces_cast_weights(ranks, kind, level):
     assert not same(found[-1], found[-2])
 
 
+def options_kept(builtin: bool) -> list[str]:
+    """What DDP says of itself once its weights were cast, and its communication hook was called."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model, called = mlp(), []
+    ddp = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+
+    def hook(state, bucket):  # DDP reads annotations
+        called.append(state)
+        return fp16_compress_hook(None, bucket)
+
+    if builtin:
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    else:
+        ddp.register_comm_hook("its state", hook)
+    before = ddp._get_ddp_logging_data()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
+    assert ddp._get_ddp_logging_data()["comm_hook"] == before["comm_hook"]
+    backward(loss_of(ddp, mine(0)), optimizer)
+    optimizer.step()
+    after = ddp._get_ddp_logging_data()
+    assert [after[key] for key in ("static_graph", "gradient_as_bucket_view")] == [1, 1]
+    assert builtin or set(called) == {"its state"}
+    return learned(model)
+
+
+@pytest.mark.parametrize("builtin", [False, True])
+def test_an_earlier_ddp_keeps_its_options_and_hooks(ranks, builtin):
+    both_alike(ranks(options_kept, builtin))
+
+
 def ddp_refused(level: str) -> str:
     from torch.nn.parallel.distributed import _MixedPrecision
 

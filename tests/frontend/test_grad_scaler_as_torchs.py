@@ -261,6 +261,21 @@ def test_gradients_that_another_scaler_has_unscaled_are_refused(fused):
     other.update()
 
 
+def test_gradients_that_another_scaler_has_scaled_are_refused():
+    model, optimizer = model_and_optimizer()
+    one, other = amp.GradScaler("cpu", init_scale=8.0), amp.GradScaler("cpu", init_scale=2.0)
+    iterate(one, model, optimizer)
+    optimizer.zero_grad()
+    other.scale(model(torch.ones(1, 3)).sum()).backward()
+    for call in (one.unscale_, one.step):
+        with pytest.raises(RuntimeError, match=r"this scaler has scaled nothing since its last update\(\)"):
+            call(optimizer)
+    assert model.weight.grad.eq(2).all()
+    assert other.step(optimizer) is True
+    other.update()
+    iterate(one, model, optimizer)
+
+
 @crossed({"level": ["O0", "O1", "O2", "O3", "O4", "O5"], "nested": [False, True], "delay": [False, True]}, meet=1)
 def test_gradients_that_came_through_scale_loss_are_refused(level, nested, delay):
     model, optimizer = model_and_optimizer()
@@ -286,6 +301,24 @@ def test_gradients_that_came_through_scale_loss_are_refused(level, nested, delay
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Beside torch.compile
+
+
+def test_a_compiled_step_and_loss_are_eager_s():
+    """The step and the loss function compiled (by a backend that runs the graph as it is), the scaler outside."""
+    runs = []
+    for compiled in (False, True):
+        model, optimizer = model_and_optimizer(fused=True)
+        scaler = amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        compute = lambda x, scaler=scaler, model=model: scaler.scale(model(x).sum())  # noqa: E731
+        if compiled:
+            compute = torch.compile(compute, backend="eager", fullgraph=True)
+        for turn in range(4):
+            optimizer.zero_grad()
+            compute(torch.full((1, 3), INF if turn == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        runs.append((model.weight.detach(), scaler.state_dict()))
+    assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
 
 
 @pytest.mark.parametrize("end", ["step", "zero_grad"])

@@ -180,6 +180,31 @@ def test_the_setup_is_closed_by_the_first_call():
             call()
 
 
+class Fails(torch.optim.SGD):
+    """Its first step is an exception."""
+
+    fails = True
+
+    def step(self, *args: Any) -> Any:
+        if self.fails:
+            self.fails = False
+            raise MemoryError("the first step")
+        return super().step(*args)
+
+
+@pytest.mark.parametrize("kind", [amp.GradScaler, torch.amp.GradScaler])
+def test_after_an_exception_in_a_step_gradients_are_unscaled_again(kind):
+    model = linear([[1.0, 1.0]], "cpu")
+    optimizer = Fails(model.parameters(), lr=1.0)
+    graph = Sum(model, optimizer, scaler=kind("cpu", init_scale=4.0))
+    for group in optimizer.param_groups:
+        group["clip_grad_max_norm"] = 100.0
+    with pytest.raises(MemoryError, match="the first step"):
+        graph(torch.ones(1, 2))
+    graph(torch.ones(1, 2))
+    assert torch.equal(model.weight, torch.zeros(1, 2))
+
+
 def test_a_copy_of_a_called_graph_trains_its_own_model():
     model = linear([[1.0, 1.0]], "cpu")
     graph = Sum(model, torch.optim.SGD(model.parameters(), lr=1.0))

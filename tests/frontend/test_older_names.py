@@ -104,6 +104,35 @@ def test_errors_of_the_newer_names_name_the_older():
         amp.autocast(False)
 
 
+def test_custom_functions_of_the_older_names(with_cuda):
+    seen = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @amp_patch.cuda.amp.custom_fwd(cast_inputs=FP32)
+        def forward(ctx, x):
+            seen.append((x.dtype, mm_dtype()))
+            return x * 1
+
+        @staticmethod
+        @amp_patch.cuda.amp.custom_bwd
+        def backward(ctx, grad):
+            seen.append((grad.dtype, mm_dtype()))
+            return grad
+
+    class Plain(Function):
+        forward = staticmethod(amp_patch.cuda.amp.custom_fwd(lambda ctx, x: x * 1))
+
+    x = torch.ones(2, dtype=HALF, requires_grad=True)
+    with amp_patch.cuda.amp.autocast():
+        y = Function.apply(x)
+    y.sum().backward()
+    assert seen == [(FP32, FP32)] * 2 and x.grad.dtype is HALF
+    with amp_patch.cuda.amp.autocast():
+        Plain.apply(x).sum().backward()
+    assert seen[2:] == [(HALF, HALF)]
+
+
 @pytest.mark.parametrize(
     ("module", "name"), [("masters.stochastic_master", "Rounding"), ("training.wrappers", "AmpWrapper")]
 )

@@ -18,17 +18,6 @@ def timing():
     return scripts.load("timing")
 
 
-def test_rivals_are_timed_in_turns_and_each_comes_first_in_its_turn(timing):
-    order = []
-
-    def rival(name, microseconds):
-        return lambda: order.append(name) or microseconds
-
-    times = timing.in_turns({"a": rival("a", 1.0), "b": rival("b", 2.0), "c": rival("c", 4.0)}, repeats=4, warmup=2)
-    assert "".join(order) == "abcbcacababcbcacab"
-    assert times == {"a": [1.0] * 4, "b": [2.0] * 4, "c": [4.0] * 4}
-
-
 def run_benchmark(script, folder, *options):
     """What a benchmark prints, and the rows of its JSON."""
     figures = folder / "figures.json"
@@ -83,11 +72,3 @@ def test_the_optimizers_half_of_a_step_equals_plain_training(tmp_path):
         assert row["amp_patch bytes"] >= fewest - 0.1
         if "NAdam" not in row["work"] and "RMSprop" not in row["work"]:  # whose portions share a memory
             assert row["torch bytes"] >= row["amp_patch bytes"] - 0.1
-
-
-def test_gradient_release_takes_fewer_bytes(tmp_path):
-    output, rows = run_benchmark("gradient_release", tmp_path, "--size", "tiny", "--batches", "1")
-    assert [row["level"] for row in rows] == ["O5", "O5+split", "O5+stochastic", "O4"]
-    for row in rows:
-        assert row["ratio"] > 0 and f"{row['level']:15}    1" in output
-        assert 12 - 2 * row["level"].startswith("O5+") <= row["bytes with"] < row["bytes without"] - 0.5

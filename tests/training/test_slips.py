@@ -275,6 +275,23 @@ def test_torchs_grad_scaler_over_masters_says_which_scaler_to_take(level, unscal
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize(
+    ("level", "how", "options"),
+    [
+        ("O1", "alone", {}),
+        ("O0", "around", {}),
+        ("O4", "around", {}),
+        ("O5", "inside", {}),
+        ("O1", "around", {"enabled": False}),
+        ("O2", "inside", {"enabled": False}),
+    ],
+)
+def test_a_grad_scaler_whose_scale_is_the_only_one_trains(level, how, options):
+    model, optimizer = start(level, loss_scale=None)
+    scaled_by(torch.amp.GradScaler("cpu", init_scale=4.0, **options), model, optimizer, how)
+    assert weight(optimizer) == [[0.0, 2.5]]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("keeps_the_loss", [True, False])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5", "O5+split"])
@@ -306,6 +323,18 @@ def test_clipping_of_what_a_grad_scaler_has_scaled_says_to_unscale_first(level, 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Clipping
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_plain_step_with_gradients_that_a_grad_scaler_has_unscaled_trains(level):
+    model, optimizer = start(level, loss_scale=None)
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model)).backward()
+    scaler.unscale_(optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SGD.step: its gradients came through no scale_loss")
+        optimizer.step()
+    assert weight(optimizer) == [[0.0, 2.5]]
 
 
 @SCALED

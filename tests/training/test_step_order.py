@@ -290,6 +290,17 @@ def test_a_step_that_cannot_end_is_over_all_the_same(make, level, monkeypatch):
     assert optimizer._amp_stash.step_skipped and model.weight.tolist() == before
 
 
+@KINDS
+def test_a_closure_that_is_refused_leaves_delayed_gradients_as_they_are(make):
+    model, optimizer = start_observed(make, LEVELS["O1"])
+    backward_observed(model, optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="a closure computes new gradients"):
+        optimizer.step(lambda: None)
+    assert model.weight.grad.tolist() == [[256.0, -256.0]]
+    optimizer.step()
+    assert model.weight.tolist() != [[1.0, 2.0]]
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own, of what Dynamo imports
 def test_the_step_of_an_optimizer_in_no_training_is_compiled():
     def frames():
