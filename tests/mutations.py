@@ -244,8 +244,8 @@ MUTATIONS = (
     ),
     Mutation(
         "copies: an optimizer takes what is known of its training along",
-        'return state if stash is None else {**state, "_amp_stash": stash}',
-        "return state",
+        "return state if stash is None else {**state,",
+        "return state if True else {**state,",
         ("test_events.py",),
     ),
     Mutation(
