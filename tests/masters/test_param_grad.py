@@ -154,6 +154,25 @@ def test_a_refused_assignment_changes_nothing(level, options):
     assert model.weight.grad.tolist() == RAW and master_of(optimizer).grad.tolist() == RAW
 
 
+def test_gradients_of_another_optimizer_s_parameters_stay_in_a_body():
+    """A GAN's generator loss fills the discriminator's gradients, which the discriminator's step must not see."""
+    disc, gen = linear([[1.0, 2.0]]), linear([[1.0], [1.0]])
+    (disc, gen), (opt_d, opt_g) = amp.initialize(
+        [disc, gen],
+        [torch.optim.SGD(m.parameters(), lr=1.0) for m in (disc, gen)],
+        opt_level="O2",
+        loss_scale=SCALE,
+        verbosity=0,
+    )
+    backward_row(disc, opt_d)
+    with amp.scale_loss(disc(gen(torch.ones(1, 1))).sum(), opt_g) as scaled_loss:
+        scaled_loss.backward()
+        assert disc.weight.grad.tolist() == RAW
+    assert disc.weight.grad.tolist() == RAW and gen.weight.grad.tolist() == [[1.0], [2.0]]
+    opt_d.step()
+    assert disc.weight.tolist() == [[-2.0, 7.0]]
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_loss_of_another_optimizer_leaves_nothing_that_clipping_or_a_logger_would_find(level):
     model = nn.Sequential(linear([[1.0, 2.0]]), linear([[3.0]]))
