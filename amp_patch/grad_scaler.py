@@ -21,12 +21,12 @@ from amp_patch.support.compiled import eager_only
 from amp_patch.support.devices import by_device
 from amp_patch.support.reach import reach_of
 from amp_patch.support.words import of_class
-from amp_patch.training import slips
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import refuse_sharded_since
 from amp_patch.training.stash import no_gradient, stash_of
 from amp_patch.training.step import consume
 from amp_patch.training.unscale import drop, first_of
+from amp_patch.watch import slips
 
 Outputs = TypeVar("Outputs", Tensor, list[Tensor], tuple[Tensor, ...])
 _COUNT = 2**31 - 1  # the bits of a growth counter without its sign

@@ -9,6 +9,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from amp_patch.around import captured, ddp, fsdp, named_states, wrappers, zero_redundancy
 from amp_patch.around.shared_backward import SharedBackward
+from amp_patch.masters import clipping
 from amp_patch.model import copies, edited_dicts, incoming, keep_high, kept_module, masks, mixed_calls
 from amp_patch.model import joints as of_forward
 from amp_patch.policy import SPLIT, STOCHASTIC
@@ -17,7 +18,7 @@ from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints, observers
 from amp_patch.training.joints import Option
-from amp_patch.watch import first_inputs, left_out, rounded_saves, scaler_events, thawed, written_buffers
+from amp_patch.watch import first_inputs, left_out, rounded_saves, scaler_events, slips, thawed, written_buffers
 from amp_patch.ways import gradient_release, per_parameter, portions
 from amp_patch.ways.one_pass import IN_ONE_PASS
 from amp_patch.ways.portions import IN_PORTIONS
@@ -39,10 +40,18 @@ def enter() -> None:
     joints.keepers += [coded_steps, rounded_shards]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
     joints.check_models += [fsdp.check_shards, ddp.check_ddp]
-    joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned]
+    joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]
     joints.retyped += [ddp.reduce_anew]
     register_module_module_registration_hook(ddp.note_ddp)
     joints.unpickled += [ddp.install]
+    clipping.before_clipping.append(slips.warn_of_scaled)
+    joints.first_loss += [slips.refuse_scaled]
+    joints.first_body += [slips.look_in]
+    joints.dropped += [slips.warn_of_dropped]
+    joints.body_left += [slips.look_back]
+    joints.nothing_unscaled += [slips.warn_of_untrained]
+    joints.doubtful_step += [slips.look_at_step]
+    joints.no_body += [slips.warn_of_no_body]
     observers.installers += [scaler_events.install]
     joints.regrouped += [zero_redundancy.repartition]
     joints.wrapped += [wrappers.enter_wrappers]

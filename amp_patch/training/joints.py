@@ -111,6 +111,16 @@ wrapped: list[Callable[[Any], None]] = []  # (optimizer): `initialize` or `scale
 shared_backward: list[Any] = []
 captured: list[Callable[[Any, Any], None]] = []  # (optimizer, stash), at the start of a step that a CUDA graph captures
 
+# Moments at which a training may have a mistake; a steady iteration has none of them ----------------------------------
+
+first_loss: list[Callable[[Tensor], None]] = []  # the loss of the optimizer's first `scale_loss`, before it is scaled
+first_body: list[Callable[[Any, Tensor], None]] = []  # (body, scaled loss) of the optimizers' first body
+dropped: list[Callable[[Any, list[Tensor]], None]] = []  # (stash, parameters): their gradients are about to be dropped
+body_left: list[Callable[[Any], None]] = []  # a first body ends, or one that has not used the scaled loss
+nothing_unscaled: list[Callable[[Any], None]] = []  # a body has made no gradient for its first optimizer
+doubtful_step: list[Callable[[Any, Any, Any], None]] = []  # (optimizer, stash, links): no body, or gradients left
+no_body: list[Callable[[Any, Any], None]] = []  # (optimizer, stash) of a step whose gradients came through no body
+
 # Moments of an optimizer ----------------------------------------------------------------------------------------------
 
 check_optimizer: list[Callable[[Any, Policy], None]] = []  # (optimizer, policy): raise before any change

@@ -22,9 +22,9 @@ from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.words import of_class
-from amp_patch.training import joints, slips, untouched
+from amp_patch.training import joints, untouched
 from amp_patch.training.joints import Optimizer
-from amp_patch.training.overflow import drop_overflowed
+from amp_patch.training.overflow import SupportsScaling, drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, stash_of, take_stash
 from amp_patch.training.step import WHOLE, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
@@ -50,7 +50,7 @@ class AmpOptimizer(Generated):
     state: Any
     step: Callable[..., Any]
     strategy: joints.Strategy = WHOLE  # the default of the class; `neighbours.strategy` overrides it for one optimizer
-    _step_supports_amp_scaling = slips.SupportsScaling()
+    _step_supports_amp_scaling = SupportsScaling()
 
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:

@@ -8,17 +8,21 @@ device. Under DDP all ranks decide alike, because gradients are averaged before 
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from amp_patch.masters.grad_field import with_gradient
 from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
 from amp_patch.support import device_sync, distributed
 from amp_patch.support.generated_class import base_class
+from amp_patch.training import joints
 from amp_patch.training.joints import Optimizer
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.slips import SupportsScaling, warn_of_no_body
-from amp_patch.training.stash import DeviceSkip, Stash, known_stash, overflowed
+from amp_patch.training.stash import DeviceSkip, Stash, has_unscaled, known_stash, overflowed, stash_of
 
 
 def decide(optimizer: Optimizer, stash: Stash, is_capturing: bool, may_skip: bool) -> tuple[bool, Tensor | None]:
@@ -50,7 +54,7 @@ def decide(optimizer: Optimizer, stash: Stash, is_capturing: bool, may_skip: boo
         _refuse_in_capture(optimizer, may_skip)
     scalers = read_found(stash) if stash.found else []
     if not (stash.found or stash.bodies or stash.unscaled):
-        warn_of_no_body(optimizer, stash)
+        joints.tell(joints.no_body, optimizer, stash)
     if stash.device_skips:
         stash.collect_device_skips(wait=True)
     stash.last_skipped = bool(scalers)
@@ -157,3 +161,58 @@ def note_stepped(optimizer: Optimizer, stash: Stash) -> None:
     for record in stash.masters.of_groups(optimizer.param_groups).records:
         if has_gradient(record.master):
             record.entries = len(get(record.master, ()))
+
+
+_SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
+
+
+class SupportsScaling:
+    """The descriptor of `_step_supports_amp_scaling`, which torch's `GradScaler.step` reads before anything else.
+
+    The read raises if the GradScaler would unscale gradients that `scale_loss` has unscaled, or would leave gradients
+    on a cast model's weights, where the step on the masters does not find them. Otherwise it returns the attribute's
+    value without amp_patch: whether the optimizer's own step unscales, and skips after an overflow.
+    """
+
+    NAME = "_step_supports_amp_scaling"
+    owner: Any = None  # the class that defines the attribute
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        SupportsScaling.owner = owner
+
+    def __get__(self, optimizer: Optimizer, owner: type | None = None) -> Any:
+        if optimizer is None:
+            return self
+        asking = sys._getframe(1)
+        if asking.f_code.co_filename == _SCALERS_FILE:
+            _check_scaler(optimizer, asking.f_locals.get("self"))
+        given = vars(optimizer).get(self.NAME)
+        return getattr(super(self.owner, optimizer), self.NAME, False) if given is None else given
+
+    def __set__(self, optimizer: Optimizer, value: Any) -> None:
+        vars(optimizer)[self.NAME] = value
+
+
+def _check_scaler(optimizer: Optimizer, scaler: object) -> None:
+    """Raise if torch's own `scaler.step(optimizer)` would unscale gradients twice, or not move them to masters.
+
+    Return if `scaler` is of a class of amp_patch, or if the optimizer is in no training.
+    """
+    stash = stash_of(optimizer)
+    if stash is None or not stash.enabled or any(c.__module__.startswith("amp_patch") for c in type(scaler).__mro__):
+        return
+    name = base_class(optimizer).__name__
+    if stash.pending is not None or has_unscaled(stash):
+        if stash.scales_loss:
+            raise RuntimeError(
+                f"GradScaler.step: the gradients of this {name} came through amp.scale_loss, which scales the loss and "
+                "unscales them, so that the loss is scaled twice; leave the GradScaler out: "
+                "`scaled_loss.backward()` and `optimizer.step()`"
+            )
+    elif with_gradient(stash.masters.links.params):
+        raise RuntimeError(
+            f"GradScaler.step: the gradients of this {name} are on the {stash.policy.opt_level} model's low-precision "
+            "parameters, and torch's GradScaler does not bring them to the FP32 masters; use amp.GradScaler() in its "
+            f"place, or amp.scale_loss without a GradScaler: write `with amp.scale_loss(loss, "
+            "optimizer) as scaled_loss: scaled_loss.backward()`"
+        )

@@ -15,7 +15,7 @@ from amp_patch.support import compiled
 from amp_patch.support.fsdp import is_fsdp
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.words import of_class
-from amp_patch.training import joints, slips
+from amp_patch.training import joints
 from amp_patch.training.arguments import Optimizers
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
@@ -92,7 +92,7 @@ def scale_loss(
         for prepare in stash.neighbours.before_backward:
             prepare(target, stash)
     if scaler.scales and not stashes[0].bodies:
-        slips.refuse_scaled(loss)
+        joints.tell(joints.first_loss, loss)
     alone = len(targets) == 1 and stashes[0].neighbours.owns_all
     return (ScaledBackward if alone else joints.shared_backward[0])(
         loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check

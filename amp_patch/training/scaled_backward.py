@@ -29,7 +29,7 @@ from amp_patch.model.type_errors import explain_types_in_body
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, fsdp
 from amp_patch.support.interrupts import whole
-from amp_patch.training import observers, slips
+from amp_patch.training import joints, observers
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Pending, Stash, body_events, has_unscaled, no_body
 from amp_patch.training.unscale import add, unscale
@@ -101,17 +101,17 @@ class ScaledBackward:
         self.done = self.failed = False
         self.parts: list[GroupParams] = []
         self.params: list[Tensor] = []
-        self._had_grad: Sequence[int] | None = None  # indices of the `params` that had a gradient when the body began
+        self.had_grad: Sequence[int] | None = None  # indices of the `params` that had a gradient when the body began
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
         # If the loss is scaled, hooks append the gradients of the loss, and of the scaled loss, to these two lists. At
         # the exit they show which of the two losses the body's backward passes went through.
-        self._of_loss: list[Tensor | None] = []  # None: a backward pass through another result of the loss's operator
-        self._of_scaled: list[Tensor] = []
-        self._hooks: list[Any] = []
-        self._others: slips.OtherBackwards | None = None  # None except in the optimizers' first body
+        self.of_loss: list[Tensor | None] = []  # None: a backward pass through another result of the loss's operator
+        self.of_scaled: list[Tensor] = []
+        self.hooks: list[Any] = []
+        self.others: Any = None  # of a guest that watches the backward passes in the optimizers' first body
         self.with_statement: weakref.ref[Any] | None = None
-        self._returned: weakref.ref[Tensor] | None = None  # the scaled loss; weak, so that its graph can be freed
+        self.returned: Callable[[], Tensor | None] = type(None)  # the scaled loss; weak, so that its graph can be freed
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -144,18 +144,15 @@ class ScaledBackward:
         if self.now.scaling:
             scaled = (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
             if scaled.requires_grad:  # hooks that are builtins cost no Python frame
-                self._hooks.append(loss.register_hook(self._of_loss.append))
-                self._hooks.append(scaled.register_hook(self._of_scaled.append))
+                self.hooks.append(loss.register_hook(self.of_loss.append))
+                self.hooks.append(scaled.register_hook(self.of_scaled.append))
                 # Only in first bodies. Not with FSDP, which calls parameters' hooks after the backward pass has ended.
                 first = self.stashes[0].bodies == 1
                 if first and all(stash.bodies == 1 and not stash.neighbours.sharded for stash in self.stashes):
-                    self._others = slips.OtherBackwards()
-                    self._hooks.append(self._others)
-                    masters = (master for new in self.parts for master in new.linked_masters)
-                    self._others.watch(scaled, [*self.params, *masters])
+                    joints.tell(joints.first_body, self, scaled)
         else:
             scaled = loss.float() if loss.dtype in LOW_PRECISION else loss
-        self._returned = weakref.ref(scaled)
+        self.returned = weakref.ref(scaled)
         return scaled
 
     @_Exit
@@ -164,17 +161,15 @@ class ScaledBackward:
         try:
             self._leave_casts()
             if raised is None:
-                if self._hooks and not self._of_scaled:
-                    self._look_for_slips()
-                elif self._others is not None:
-                    self._others.warn()
+                if self.hooks and (self.others is not None or not self.of_scaled):
+                    joints.tell(joints.body_left, self)
                 self.delay_unscale = self.must_delay() or self.delay_unscale
                 if self.delay_unscale:
                     self.delay()
                 else:
                     self.finish()
-                    if self._returned is not None and not has_unscaled(self.stashes[0]):
-                        slips.warn_of_untrained(self._returned(), self.optimizers, self.params)
+                    if not has_unscaled(self.stashes[0]):
+                        joints.tell(joints.nothing_unscaled, self)
         finally:
             self.close()
         if isinstance(error, RuntimeError):
@@ -183,18 +178,6 @@ class ScaledBackward:
             self.scaler.update()
         else:
             self.scaler.defer()
-
-    def _look_for_slips(self) -> None:
-        """Raise or warn if the body has made gradients without the scaled loss.
-
-        If the body has not used the scaled loss at all, make a later backward pass through it raise.
-        """
-        if of_loss := [grad for grad in self._of_loss if grad is not None]:
-            slips.refuse_unscaled(of_loss, self.scale, self.params)
-            return
-        if self._returned is not None and (scaled := self._returned()) is not None:
-            slips.refuse_too_late(scaled, weakref.ref(self.stashes[0]))
-        slips.warn_of_other_gradients(self.params, self._had_grad or ())
 
     def begin(self) -> None:
         """Begin the body: leave on the model only gradients that this backward may add to.
@@ -226,7 +209,7 @@ class ScaledBackward:
             if new.linked:
                 note = partial(add, self.now.found)
                 stash.masters.direct = DirectGradients(stash.masters.waiting, new.linked, self.inverse, note)
-        self._had_grad = with_gradient(self.params)
+        self.had_grad = with_gradient(self.params)
 
     def _make_room(self) -> None:
         accumulating = []
@@ -235,7 +218,7 @@ class ScaledBackward:
                 # Warn only in the first two bodies, and only if no other body was open since this optimizer's last one:
                 # the loss of another body may rightly leave such gradients.
                 if stash.bodies <= 2 and stash.neighbours.ended == body_events.count - 1:
-                    slips.warn_of_dropped(stash, new.low)
+                    joints.tell(joints.dropped, stash, new.low)
                 drop_gradients(new.low)
                 if not stash.masters.waiting and not with_gradient(stash.masters.known_masters):
                     stash.clear_found()
@@ -327,8 +310,8 @@ class ScaledBackward:
         self.failed = True
         if self.models:
             self.forget_cleared()
-        if self._had_grad is not None:
-            for index in set(range(len(self.params))).difference(self._had_grad):
+        if self.had_grad is not None:
+            for index in set(range(len(self.params))).difference(self.had_grad):
                 self.params[index].grad = None
         for stash in self.stashes:
             direct, stash.masters.direct = stash.masters.direct, None
@@ -341,11 +324,11 @@ class ScaledBackward:
             stash.masters.forget_aside(lambda _: False)
 
     @whole
-    def end_without_exit(self, _: Any = None) -> None:
+    def end_without_exit(self, _: object = None) -> None:
         """End a body whose `__exit__` did not run to its end and cannot be called again; drop its gradients."""
         if self.begun:
-            if self._returned is not None and (scaled := self._returned()) is not None and scaled.requires_grad:
-                slips.refuse_too_late(scaled, weakref.ref(self.stashes[0]))
+            if (scaled := self.returned()) is not None and scaled.requires_grad:
+                refuse_too_late(scaled, weakref.ref(self.stashes[0]))
             self.failed = True
             self.close()
             self.scaler.defer()
@@ -386,10 +369,10 @@ class ScaledBackward:
         if not self.begun:
             return
         try:
-            while self._hooks:
-                self._hooks.pop().remove()
-            self._of_loss.clear()
-            self._of_scaled.clear()
+            while self.hooks:
+                self.hooks.pop().remove()
+            self.of_loss.clear()
+            self.of_scaled.clear()
             if not self.done:
                 self.abandon()
                 self.done = True
@@ -428,3 +411,16 @@ class ScaledBackward:
         """Set `parts` and `params` from the groups of the optimizers."""
         self.parts = [self.stashes[0].masters.known(self.optimizers[0].param_groups)]
         self.params = self.parts[0].distinct_params
+
+
+def refuse_too_late(scaled: Tensor, ref: weakref.ref[Stash]) -> None:
+    """Make a backward pass through a scaled loss that its body did not use raise, unless another body is running."""
+
+    def hook(grad: Tensor) -> None:
+        if (stash := ref()) is not None and stash.neighbours.body() is None:
+            raise RuntimeError(
+                "scale_loss: backward of the scaled loss after its with block has ended, where nothing unscales the "
+                "gradients; call scaled_loss.backward() inside the block"
+            )
+
+    scaled.register_hook(hook)

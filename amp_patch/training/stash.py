@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ class Siblings(list[weakref.ref[Any]]):
         self.unowned: list[Tensor] = []  # the models' trainable parameters that no optimizer holds
         self.process_group: Any = None  # reduces overflow flags; None: no explicit reduction
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return Siblings, (), {"unowned": self.unowned}
 
     def enter(self, optimizer: Optimizer) -> None:

@@ -7,7 +7,6 @@ that the step has changed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -26,12 +25,10 @@ from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import Installation, cell_of, is_untouched
-from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import joints, observers, overflow
 from amp_patch.training.arguments import ClosureAlreadyRun
 from amp_patch.training.joints import Optimizer
-from amp_patch.training.slips import warn_of_no_scaler_step
-from amp_patch.training.stash import Stash, body_events, sharing, stash_of
+from amp_patch.training.stash import Stash, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 Plain = Callable[..., Any]  # the type of the `step` that an optimizer's own class defines
@@ -116,8 +113,9 @@ class Step:
             joints.tell(joints.captured, optimizer, stash)
         if stash.pending is not None or stash.neighbours.sharing:
             unscale_pending(optimizer)  # `prepare` did not run (a captured method), or a pre-hook ran a backward
-        if (stash.bodies or not warn_of_no_scaler_step(optimizer, stash)) and self.links.params:
-            _warn_of_ungathered(optimizer, stash, self.links)
+        weights = self.links.params
+        if not stash.bodies or stash.masters.strays or (weights and with_gradient(weights)):
+            joints.tell(joints.doubtful_step, optimizer, stash, self.links)
         if stash.device_skips:
             stash.collect_device_skips()
         self._may_skip = overflow.may_skip_on_device(optimizer, stash)
@@ -384,27 +382,3 @@ def _refuse_in_body(optimizer: Optimizer, stash: Stash) -> None:
 def _is_left(param: Tensor, record: Record) -> bool:
     """Tell whether the parameter has a gradient, and its master has none."""
     return own_grad(param) is not None and not (has_gradient(record.master) or record.earlier is not None)
-
-
-def _warn_of_ungathered(optimizer: Optimizer, stash: Stash, links: LinkList) -> None:
-    """Warn of gradients on cast parameters that no exit of `scale_loss` has moved to their masters (`links`).
-
-    The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
-    So if a body of another optimizer has run since this one's last, a gradient on any master suppresses the warning.
-    """
-    left, around = with_gradient(links.params), stash.neighbours
-    if not (left or stash.masters.strays):
-        return
-    strays = {links.records[index] for index in left}.union(stash.masters.strays)
-    # Whether a body of another optimizer is running, or has run since this optimizer's last body.
-    others = bool(around.other_bodies) or around.ended != body_events.count
-    if others and any(map(has_gradient, links.masters)):
-        return
-    named = [name for name, _, record in stash.named(optimizer.param_groups) if record in strays]
-    if named:
-        warnings.warn(
-            f"{base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
-            f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
-            "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
-            stacklevel=stacklevel(),
-        )

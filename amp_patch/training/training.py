@@ -30,7 +30,7 @@ from amp_patch.support import fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import joints, observers, slips
+from amp_patch.training import joints, observers
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.joints import Optimizer
 from amp_patch.training.loss_scaler import LossScaler
@@ -136,9 +136,6 @@ def all_optimizers() -> list[Any]:
 def training_of(optimizer: Optimizer) -> Training | None:
     """Return the training of `optimizer`; None if it is in no training, or is a copy of one that is."""
     return next((t for t in trainings if any(optimizer is own for own in t.own_optimizers())), None)
-
-
-clipping.before_clipping.append(lambda params: slips.warn_of_scaled(params, all_optimizers()))
 
 
 def leave_all(trainings: list[Training]) -> None:
@@ -288,8 +285,6 @@ def enter(
     scales = any(scaler.scales for scaler in training.scalers)
     if targets and (policy.master_weights or scales):
         clipping.install()
-    if scales:
-        slips.watch_scalers()
     if policy.cast_model_type is not None:
         averages.install()
     if not policy.changes_nothing:

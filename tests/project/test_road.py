@@ -15,12 +15,12 @@ from amp_patch import multi_tensor
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
     "O1": (175, 22),
-    "O2": (194, 24),
+    "O2": (193, 24),
     "O4": (153, 21),
-    "O5": (166, 23),
-    "O5, split": (177, 24),
+    "O5": (165, 23),
+    "O5, split": (176, 24),
     "GAN, O1": (762, 25),
-    "GAN, O2": (729, 30),
+    "GAN, O2": (727, 30),
 }
 
 

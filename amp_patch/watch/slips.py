@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.grad_field import own_grad, with_gradient
+from amp_patch.masters.masters import LinkList, has_gradient
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.reach import reach_of
 from amp_patch.support.scripts_line import frames, stacklevel
 from amp_patch.training.joints import Optimizer
-from amp_patch.training.stash import Neighbours, Stash, has_unscaled, known_stash, stash_of
+from amp_patch.training.scaled_backward import ScaledBackward, refuse_too_late
+from amp_patch.training.stash import Neighbours, Stash, body_events, has_unscaled, known_stash
+from amp_patch.training.training import Training, all_optimizers
 
 # The optimizers about whose first gradients a warning was given, or ruled out.
 _seen = weakref.WeakSet[Neighbours]()
@@ -43,6 +45,30 @@ def refuse_unscaled(of_loss: Sequence[Tensor], scale: Tensor, params: list[Tenso
         f"scale_loss: a backward pass in the body went through the loss, and none through the scaled loss: the exit "
         f"would make these gradients {number:g} times too small; {_WRITE}, not `loss.backward()`"
     )
+
+
+def look_in(body: ScaledBackward, scaled: Tensor) -> None:
+    """Watch the backward passes in the first body of its optimizers."""
+    body.others = OtherBackwards()
+    body.hooks.append(body.others)
+    masters = (master for new in body.parts for master in new.linked_masters)
+    body.others.watch(scaled, [*body.params, *masters])
+
+
+def look_back(body: ScaledBackward) -> None:
+    """Raise or warn if a body has made gradients without the scaled loss.
+
+    If the body has not used the scaled loss at all, make a later backward pass through it raise.
+    """
+    if body.of_scaled:
+        if body.others is not None:
+            body.others.warn()
+    elif of_loss := [grad for grad in body.of_loss if grad is not None]:
+        refuse_unscaled(of_loss, body.scale, body.params)
+    else:
+        if (scaled := body.returned()) is not None:
+            refuse_too_late(scaled, weakref.ref(body.stashes[0]))
+        warn_of_other_gradients(body.params, body.had_grad or ())
 
 
 def warn_of_other_gradients(params: list[Tensor], before: Sequence[int]) -> None:
@@ -73,9 +99,9 @@ def warn_of_dropped(stash: Stash, params: list[Tensor]) -> None:
     )
 
 
-def warn_of_scaled(clipped: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
+def warn_of_scaled(clipped: Sequence[Tensor]) -> None:
     """Warn if user code clips gradients that are still scaled: in a body, after a delayed exit, or by a GradScaler."""
-    for optimizer in optimizers:
+    for optimizer in all_optimizers():
         stash = known_stash(optimizer)
         body, pending = stash.neighbours.body(), stash.pending
         way = "clip between the `with` block of the last micro-batch and `optimizer.step()`"
@@ -187,25 +213,12 @@ class OtherBackwards:
             )
 
 
-def refuse_too_late(scaled: Tensor, ref: weakref.ref[Stash]) -> None:
-    """Make a backward pass through a scaled loss that its body did not use raise, unless another body is running."""
-
-    def hook(grad: Tensor) -> None:
-        if (stash := ref()) is not None and stash.neighbours.body() is None:
-            raise RuntimeError(
-                "scale_loss: backward of the scaled loss after its with block has ended, where nothing unscales the "
-                "gradients; call scaled_loss.backward() inside the block"
-            )
-
-    scaled.register_hook(hook)
-
-
-def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: list[Tensor]) -> None:
-    """Warn once if the loss depends on no parameter of `optimizers`, but has made gradients of other parameters.
+def warn_of_untrained(body: ScaledBackward) -> None:
+    """Warn once if the loss of a body depends on no parameter of its optimizers, but has made gradients of others.
 
     If it has made gradients of inputs alone, do not warn: an attack on a frozen model needs them.
     """
-    stashes = [known_stash(optimizer) for optimizer in optimizers]
+    loss, stashes, params = body.returned(), body.stashes, body.params
     if loss is None or any(stash.neighbours in _seen or has_unscaled(stash) for stash in stashes):
         return
     if with_gradient(params) or any(stash.neighbours.sharded for stash in stashes):
@@ -218,7 +231,7 @@ def warn_of_untrained(loss: Tensor | None, optimizers: Sequence[Any], params: li
     if leaves.keys().isdisjoint(map(id, params)):
         names = stashes[0].names()
         named = [names.get(leaf, f"a parameter of shape {list(leaf.shape)}") for leaf in others]
-        held = " and ".join(base_class(optimizer).__name__ for optimizer in optimizers)
+        held = " and ".join(base_class(optimizer).__name__ for optimizer in body.optimizers)
         warnings.warn(
             f"scale_loss: the loss depends on no parameter of {held}, whose step will change nothing; its gradients "
             f"went to {', '.join(named[:4])}"
@@ -235,8 +248,10 @@ _installation = Installation()
 scalers: weakref.WeakSet[Any] = weakref.WeakSet()  # the GradScalers that have made their scale
 
 
-def watch_scalers() -> None:
-    """Patch torch's GradScaler to add each one that makes its scale to `scalers`; idempotent."""
+def watch_scalers(training: Training, *_: Any) -> None:
+    """If a loss of `training` is scaled, note each GradScaler that makes its scale in `scalers`; idempotent."""
+    if not any(scaler.scales for scaler in training.scalers):
+        return
     _installation.install(_replace)
 
 
@@ -267,52 +282,35 @@ def refuse_scaled(loss: Tensor) -> None:
         )
 
 
-class SupportsScaling:
-    """The descriptor of `_step_supports_amp_scaling`, which torch's `GradScaler.step` reads before anything else.
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps
 
-    The read raises if the GradScaler would unscale gradients that `scale_loss` has unscaled, or would leave gradients
-    on a cast model's weights, where the step on the masters does not find them. Otherwise it returns the attribute's
-    value without amp_patch: whether the optimizer's own step unscales, and skips after an overflow.
+
+def look_at_step(optimizer: Any, stash: Stash, links: LinkList) -> None:
+    """Warn of a step whose gradients came past `scale_loss`, or were not brought to the masters."""
+    if stash.bodies or not warn_of_no_scaler_step(optimizer, stash):
+        _warn_of_ungathered(optimizer, stash, links)
+
+
+def _warn_of_ungathered(optimizer: Optimizer, stash: Stash, links: LinkList) -> None:
+    """Warn of gradients on cast parameters that no exit of `scale_loss` has moved to their masters (`links`).
+
+    The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
+    So if a body of another optimizer has run since this one's last, a gradient on any master suppresses the warning.
     """
-
-    NAME = "_step_supports_amp_scaling"
-    owner: Any = None  # the class that defines the attribute
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        SupportsScaling.owner = owner
-
-    def __get__(self, optimizer: Optimizer, owner: Any = None) -> Any:
-        if optimizer is None:
-            return self
-        asking = sys._getframe(1)
-        if asking.f_code.co_filename == _SCALERS_FILE:
-            _check_scaler(optimizer, asking.f_locals.get("self"))
-        given = vars(optimizer).get(self.NAME)
-        return getattr(super(self.owner, optimizer), self.NAME, False) if given is None else given
-
-    def __set__(self, optimizer: Optimizer, value: Any) -> None:
-        vars(optimizer)[self.NAME] = value
-
-
-def _check_scaler(optimizer: Optimizer, scaler: Any) -> None:
-    """Raise if torch's own `scaler.step(optimizer)` would unscale gradients twice, or not move them to masters.
-
-    Return if `scaler` is of a class of amp_patch, or if the optimizer is in no training.
-    """
-    stash = stash_of(optimizer)
-    if stash is None or not stash.enabled or any(c.__module__.startswith("amp_patch") for c in type(scaler).__mro__):
+    left, around = with_gradient(links.params), stash.neighbours
+    if not (left or stash.masters.strays):
         return
-    name = base_class(optimizer).__name__
-    if stash.pending is not None or has_unscaled(stash):
-        if stash.scales_loss:
-            raise RuntimeError(
-                f"GradScaler.step: the gradients of this {name} came through amp.scale_loss, which scales the loss and "
-                "unscales them, so that the loss is scaled twice; leave the GradScaler out: "
-                "`scaled_loss.backward()` and `optimizer.step()`"
-            )
-    elif with_gradient(stash.masters.links.params):
-        raise RuntimeError(
-            f"GradScaler.step: the gradients of this {name} are on the {stash.policy.opt_level} model's low-precision "
-            "parameters, and torch's GradScaler does not bring them to the FP32 masters; use amp.GradScaler() in its "
-            f"place, or amp.scale_loss without a GradScaler: {_WRITE}"
+    strays = {links.records[index] for index in left}.union(stash.masters.strays)
+    # Whether a body of another optimizer is running, or has run since this optimizer's last body.
+    others = bool(around.other_bodies) or around.ended != body_events.count
+    if others and any(map(has_gradient, links.masters)):
+        return
+    named = [name for name, _, record in stash.named(optimizer.param_groups) if record in strays]
+    if named:
+        warnings.warn(
+            f"{base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
+            f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
+            "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
+            stacklevel=stacklevel(),
         )
