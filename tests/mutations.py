@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "loss scale: it falls once for a loss that overflows twice before a step",
-        "scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)",
+        "scaler.record(overall * (1 - torch.stack(earlier).amax()) if earlier else overall)",
         "scaler.record(overall)",
         ("test_scale_loss.py",),
     ),
@@ -154,13 +154,13 @@ MUTATIONS = (
     ),
     Mutation(
         "portions: of a parameter without a gradient nothing is stepped",
-        "if not has_gradient(master):\n                continue\n            count = master.numel()",
-        "count = master.numel()",
+        "if not has_gradient(record.master):\n                continue\n            count = record.master.numel()",
+        "count = record.master.numel()",
         ("test_portions.py",),
     ),
     Mutation(
         "a registered optimizer: what its step writes into a group is written back once",
-        "group.update(self._settings.get(id(group), {}))",
+        "group.update(self._of(group) or {})",
         "group.update({})",
         ("test_per_parameter.py",),
     ),
