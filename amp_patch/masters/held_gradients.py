@@ -10,6 +10,7 @@ over `master_params`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any
@@ -48,8 +49,6 @@ class HalfGradients:
     low-precision gradients and `factors` materializes none.
 
     Attributes:
-        records: the records whose gradient is deferred now, as `half`, which shares its memory with no other tensor and
-            has the master's layout.
         factors: numbers, or FP32 tensors of one element on the gradients' device.
         spent: the factors of the last step's gradients.
         norms: the 2-norm of each gradient times the factors at the overflow check; None if it computed no norms.
@@ -59,7 +58,7 @@ class HalfGradients:
     """
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self._refs: list[weakref.ref[Record]] = []  # weak, because records reference this object
         self.factors: list[Number] = []
         self.spent: Sequence[Number] = ()
         self.norms: Tensor | None = None
@@ -70,11 +69,19 @@ class HalfGradients:
         self._making = RLock()
 
     def __bool__(self) -> bool:
-        return bool(self.records)
+        return bool(self._refs)
+
+    @property
+    def records(self) -> list[Record]:
+        """The records whose gradient is deferred now.
+
+        The gradient is `half`, which shares its memory with no other tensor and has the master's layout.
+        """
+        return [record for ref in self._refs if (record := ref()) is not None]
 
     def grads(self) -> list[Tensor]:
         """Return the deferred gradients, in the order of `records`."""
-        return [record.half for record in self.records if record.half is not None]
+        return [record.half for ref in self._refs if (record := ref()) is not None and record.half is not None]
 
     def take(self, params: list[Tensor], records: list[Record], masters: list[Tensor]) -> bool:
         """Move the gradients of low-precision `params` here, for their `masters`; no sync.
@@ -84,7 +91,7 @@ class HalfGradients:
             elsewhere, or if a master has a gradient already.
         """
         kernels = backends.active
-        if self.records or kernels is None:
+        if self._refs or kernels is None:
             return False
         taken: dict[int, Tensor] | None = kernels.take_half_gradients(params, masters)
         if taken is None:
@@ -104,7 +111,7 @@ class HalfGradients:
         """
         for record, grad in zip(records, grads, strict=True):
             record.half = grad
-        self.records, self.factors, self.norms = [*records], [], None
+        self._refs, self.factors, self.norms = list(map(weakref.ref, records)), [], None
 
     def check(self, inverse: Number) -> Tensor:
         """Make `inverse` (FP32, one element; 1.0: no factor) the first factor, and check for overflow; no sync.
@@ -148,7 +155,7 @@ class HalfGradients:
         gradient is added only once, also if several threads read it.
         """
         with self._making:
-            if not self.records:
+            if not self._refs:
                 return
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):
@@ -160,13 +167,14 @@ class HalfGradients:
     def _make(self) -> None:
         grads = self.grads()
         made = [record.memory.empty_like(grad) for record, grad in zip(self.records, grads, strict=True)]
-        multiply(grads, made, self.factors)
-        self._first = TensorWeakRef(made[0])
+        if made:
+            multiply(grads, made, self.factors)
+            self._first = TensorWeakRef(made[0])
         self._give(made)
 
     @whole
     def _give(self, made: list[Tensor]) -> None:
-        records, self.records = self.records, []
+        records, self._refs = self.records, []
         for record, grad in zip(records, made, strict=True):
             record.half = None
             if self.in_body:
@@ -203,15 +211,15 @@ class HalfGradients:
         with self._making:
             if record.half is not None:
                 record.half = record.lent = None
-                self.records.remove(record)
+                self._refs.remove(weakref.ref(record))
 
     @whole
     def clear(self, records: Sequence[Record]) -> None:
         """Free the deferred gradients of `records`."""
-        if self.records:
+        if self._refs:
             for record in records:
                 record.half = record.lent = None
-            self.records = [record for record in self.records if record.half is not None]
+            self._refs = [ref for ref in self._refs if (left := ref()) is not None and left.half is not None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -213,3 +214,18 @@ def test_nothing_is_left_of_trainings_that_were_restored_or_dropped(level, resto
 
     first = trainings(2)
     assert trainings(4) <= first
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "O5+split"])
+def test_masters_that_are_dropped_before_their_step_are_freed_without_the_cycle_collector(level):
+    model = nn.Linear(4, 4)
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, loss_scale=8.0)
+    backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+    masters = [weakref.ref(master) for master in amp.master_params(optimizer)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer
+        assert masters and not any(master() is not None for master in masters)
+    finally:
+        gc.enable()
