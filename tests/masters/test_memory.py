@@ -18,6 +18,7 @@ from training import LEVELS, SGD, backward, convnet
 
 from amp_patch import amp
 from amp_patch.masters.master import Master
+from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.multi_tensor import backend
 
 # Absent from CPU builds of old torch.
@@ -126,6 +127,37 @@ def test_a_gradient_that_was_resized_or_given_to_other_processes_takes_its_memor
     assert torch.equal(step_of_ones(model, optimizer, 2.0), torch.full((1024, 128), 2.0))
     shared = step_of_ones(model, optimizer, 3.0).share_memory_().data_ptr()
     assert step_of_ones(model, optimizer, 4.0).data_ptr() != shared
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_recycled_memory_is_one_block_that_one_tensor_has_at_a_time(device):
+    recycled, like = Recycled(), torch.empty(256, 128, dtype=torch.bfloat16, device=device)
+    first = recycled.empty_like(like)
+    assert first.shape == like.shape and first.dtype is torch.float32 and first.device == like.device
+    place = first.data_ptr()
+    second = recycled.empty_like(like)
+    assert second.data_ptr() != place
+    del first
+    place = second.data_ptr()
+    second.fill_(1.0)
+    del second
+    third = recycled.empty_like(like)
+    if device == "cpu":
+        assert third.data_ptr() == place
+    assert third.is_contiguous() and not third.requires_grad
+    del third
+    image = torch.empty(8, 64, 8, 8, dtype=torch.bfloat16, device=device)  # as large as the first
+    last = recycled.empty_like(image.to(memory_format=torch.channels_last))
+    assert last.shape == image.shape and last.is_contiguous(memory_format=torch.channels_last)
+    if device == "cpu":
+        assert last.data_ptr() == place
+    del last
+    smaller = recycled.empty_like(like[:128])
+    assert smaller.untyped_storage().nbytes() == 4 * smaller.numel()  # not the large block under a small tensor
+    del smaller
+    for other in (like[:128], like.view(-1), like.t(), like[:, ::2], like[:1, :1], like[:0]):  # of another form or size
+        assert recycled.empty_like(other).shape == other.shape
+        assert recycled.empty_like(other).stride() == torch.empty_like(other).stride()
 
 
 def saved_bytes(model, inputs, area):

@@ -136,6 +136,32 @@ def test_an_edit_of_a_weight_that_is_not_stepped_is_adopted(frozen, how_many):
     assert (next(iter(amp.master_params(optimizer))) == 0.5).all() and (model.first.weight == 0.5).all()
 
 
+class Around:
+    """A wrapper that may read gradients after the step, as Lookahead does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class TwoPasses(Around):
+    """A wrapper that moves weights between two backward passes, as SAM does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.base_optimizer = optimizer
+
+
+@pytest.mark.parametrize("kind", [Around, TwoPasses])
+def test_wrappers_that_read_gradients_prevent_portions(kind, how_many):
+    model, wrapper = training(lambda params: kind(torch.optim.NAdam(params)))
+    backward_batch(model, wrapper, 0)
+    wrapper.step()
+    assert how_many == []
+
+
 def test_two_optimizers_of_one_parameter_step_as_a_whole(how_many):
     model = PortionsNet()
     optimizers = [torch.optim.NAdam(model.parameters()), torch.optim.RMSprop(model.second.parameters())]
@@ -227,3 +253,22 @@ def test_an_exception_in_a_portion(next_step, how_many):
         assert not any(torch.equal(master, value) for master, value in zip(masters, left, strict=True))
     assert torch.equal(model.first.weight, masters[0].bfloat16())
     assert not any(map(has_gradient, masters))
+
+
+def test_an_interrupt_before_the_first_portion_keeps_the_gradients(monkeypatch):
+    """The interrupt may also come while masters adopt an edit of the weights, which writes into masters too."""
+    model, optimizer = training(torch.optim.NAdam)
+    backward_batch(model, optimizer, 0)
+    before = [master.detach().clone() for master in amp.master_params(optimizer)]
+
+    def interrupted(pairs: Any) -> None:
+        for _, link in pairs:
+            link.master.mul_(1.0)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(portions, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.step()
+    assert not any(map(torch.equal, amp.master_params(optimizer), before))
