@@ -20,7 +20,7 @@ from amp_patch.diagnose.call_log import CallLog
 from amp_patch.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
 from amp_patch.diagnose.trial_forward import state_restored
 from amp_patch.diagnose.wording import type_name
-from amp_patch.model import buffers
+from amp_patch.model import buffers, forward
 from amp_patch.model.forward import policy_of
 from amp_patch.model.kept_module import KeptModule
 from amp_patch.policy import LOW_PRECISION, Policy
@@ -170,6 +170,7 @@ class _TypeLog(CallLog):
         patches = Patches()
         stack.callback(patches.remove)
         patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
+        patches.set(forward, "cast_one", self._casting(forward.cast_one))
         # Hides the mode from torch's encoder layers. If they saw it, they would not take their fused path, and their
         # results would differ in the last bits.
         patches.set(torch.overrides, "has_torch_function", _has_subclass)

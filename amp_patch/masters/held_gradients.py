@@ -58,7 +58,7 @@ class HalfGradients:
     """
 
     def __init__(self) -> None:
-        self._refs: list[weakref.ref[Record]] = []  # weak, because records reference this object
+        self._held: list[weakref.ref[Record]] = []  # weak, because records reference this object
         self.factors: list[Number] = []
         self.spent: Sequence[Number] = ()
         self.norms: Tensor | None = None
@@ -69,7 +69,7 @@ class HalfGradients:
         self._making = RLock()
 
     def __bool__(self) -> bool:
-        return bool(self._refs)
+        return bool(self._held)
 
     @property
     def records(self) -> list[Record]:
@@ -77,11 +77,11 @@ class HalfGradients:
 
         The gradient is `half`, which shares its memory with no other tensor and has the master's layout.
         """
-        return [record for ref in self._refs if (record := ref()) is not None]
+        return [record for ref in self._held if (record := ref()) is not None]
 
     def grads(self) -> list[Tensor]:
         """Return the deferred gradients, in the order of `records`."""
-        return [record.half for ref in self._refs if (record := ref()) is not None and record.half is not None]
+        return [record.half for ref in self._held if (record := ref()) is not None and record.half is not None]
 
     def take(self, params: list[Tensor], records: list[Record], masters: list[Tensor]) -> bool:
         """Move the gradients of low-precision `params` here, for their `masters`; no sync.
@@ -91,7 +91,7 @@ class HalfGradients:
             elsewhere, or if a master has a gradient already.
         """
         kernels = backends.active
-        if self._refs or kernels is None:
+        if self._held or kernels is None:
             return False
         taken: dict[int, Tensor] | None = kernels.take_half_gradients(params, masters)
         if taken is None:
@@ -111,7 +111,7 @@ class HalfGradients:
         """
         for record, grad in zip(records, grads, strict=True):
             record.half = grad
-        self._refs, self.factors, self.norms = list(map(weakref.ref, records)), [], None
+        self._held, self.factors, self.norms = list(map(weakref.ref, records)), [], None
 
     def check(self, inverse: Number) -> Tensor:
         """Make `inverse` (FP32, one element; 1.0: no factor) the first factor, and check for overflow; no sync.
@@ -155,7 +155,7 @@ class HalfGradients:
         gradient is added only once, also if several threads read it.
         """
         with self._making:
-            if not self._refs:
+            if not self._held:
                 return
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):
@@ -174,7 +174,7 @@ class HalfGradients:
 
     @whole
     def _give(self, made: list[Tensor]) -> None:
-        records, self._refs = self.records, []
+        records, self._held = self.records, []
         for record, grad in zip(records, made, strict=True):
             record.half = None
             if self.in_body:
@@ -211,15 +211,15 @@ class HalfGradients:
         with self._making:
             if record.half is not None:
                 record.half = record.lent = None
-                self._refs.remove(weakref.ref(record))
+                self._held.remove(weakref.ref(record))
 
     @whole
     def clear(self, records: Sequence[Record]) -> None:
         """Free the deferred gradients of `records`."""
-        if self._refs:
+        if self._held:
             for record in records:
                 record.half = record.lent = None
-            self._refs = [ref for ref in self._refs if (left := ref()) is not None and left.half is not None]
+            self._held = [ref for ref in self._held if (left := ref()) is not None and left.half is not None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

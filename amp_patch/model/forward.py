@@ -350,7 +350,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                     if alone:
                         x = args[0]
                         if low is not None and x.dtype is not low and x.dtype.is_floating_point:
-                            args = (x.to(low),)
+                            args = (cast_one(x, low),)
                     elif low is not None:
                         args, kwargs = tree.cast_floats((args, kwargs), low)
                     if guests:
@@ -386,6 +386,11 @@ def _leave(guests: tuple[ForwardGuest, ...], call: Call) -> None:
             _leave(guests[:-1], call)
 
 
+def cast_one(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast an input or output that is one tensor; `explain` replaces this function to see the call."""
+    return tensor.to(dtype)
+
+
 def cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
     """Return the output of a model's forward as its caller gets it: another model's forward under `outer`, or a script.
 
@@ -397,5 +402,5 @@ def cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
         dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
     if isinstance(output, Tensor):  # the common case
         changes = output.dtype.is_floating_point if only is None else output.dtype in only
-        return output.to(dtype) if changes and output.dtype is not dtype else output
+        return cast_one(output, dtype) if changes and output.dtype is not dtype else output
     return tree.cast_floats(output, dtype, only)

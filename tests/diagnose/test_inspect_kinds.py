@@ -74,7 +74,7 @@ def test_inspect_divides_by_the_scale_of_a_grad_scaler(make, given):
         scaler.step(optimizer)
         scaler.update()
     assert (seen.gradients["weight"].counts, seen.scale, seen.step) == ({0: 2}, 2.0**10, 1)
-    assert not observers._observers
+    assert not observers.present
 
 
 def test_inspect_reads_the_scale_of_any_scaler_object():

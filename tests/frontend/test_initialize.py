@@ -269,3 +269,22 @@ def test_importing_patches_nothing_touches_no_cuda_and_leaves_apex_and_fsdp_alon
         "assert not sys.modules.keys() & {'torch._dynamo', 'lightning', 'accelerate', 'transformers'}"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+class Called(nn.Module):
+    """Defines __call__ in place of forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def __call__(self, inputs):
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_defines_only_call_is_refused_by_name_or_named(level):
+    with pytest.raises(ValueError, match=r"Called defines __call__ and no forward.*methods=\('__call__',\)"):
+        amp.initialize(Called(), opt_level=level)
+    model = amp.initialize(Called(), opt_level=level, methods=("__call__",))
+    assert model(torch.ones(1, 2)).dtype is {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)

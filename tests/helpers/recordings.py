@@ -47,7 +47,7 @@ def foreign(hooks):
 def untouched():
     """Tell whether the process has no hook or patch of a recorder."""
     return (
-        not observers._observers
+        not observers.present
         and not foreign(torch_hooks._global_optimizer_pre_hooks)
         and not foreign(torch_hooks._global_optimizer_post_hooks)
         and not recording._recorders

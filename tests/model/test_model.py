@@ -431,22 +431,3 @@ def test_functional_call_takes_values_of_the_model_s_types(level):
     zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     assert not torch.func.functional_call(model, zeros, (inputs,)).any()
     assert torch.func.functional_call(model, dict(model.named_parameters()), (inputs,)).any()
-
-
-class Called(nn.Module):
-    """Defines __call__ in place of forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def __call__(self, inputs):
-        return self.layer(inputs)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_that_defines_only_call_is_refused_by_name_or_named(level):
-    with pytest.raises(ValueError, match=r"Called defines __call__ and no forward.*methods=\('__call__',\)"):
-        amp.initialize(Called(), opt_level=level)
-    model = amp.initialize(Called(), opt_level=level, methods=("__call__",))
-    assert model(torch.ones(1, 2)).dtype is {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)

@@ -243,3 +243,20 @@ def test_measurements_are_data_and_can_be_left_out():
     assert found["told"] and found["gradient"] > 5 * found["deserved_gradient"]
     assert json.loads(json.dumps(report.to_json())) == report.to_json()
     assert surveyed(measured_cases.crf, measure=False).measured == []
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ((3, F.mse_loss, ()), TypeError, "survey: model is an int; wanted a torch.nn.Module"),
+    ((nn.Linear(1, 1), torch.mean, 3), TypeError, "survey: inputs is an int; wanted a tuple, a tensor or a dict"),
+    ((nn.Linear(1, 1), lambda y: 3.0, torch.ones(1)), TypeError, "did not return a loss"),
+    ((nn.Linear(1, 1).bfloat16(), torch.mean, torch.ones(1)), ValueError, r"amp.fp32_copy\(model\)"),
+])  # fmt: skip
+def test_what_is_no_training_in_fp32_is_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        amp.survey(*arguments)
+
+
+def test_a_model_of_a_level_is_refused_with_the_way_out():
+    model, _ = amp.initialize(nn.Linear(1, 1), [], opt_level="O2", verbosity=0)
+    with pytest.raises(ValueError, match="call it before initialize"):
+        amp.survey(model, torch.mean, torch.ones(1))

@@ -439,20 +439,3 @@ def test_inputs_may_be_a_tensor_or_a_dict():
     model = nn.Linear(4, 4)
     assert amp.survey(model, torch.mean, torch.ones(2, 4)).lines == []
     assert amp.survey(model, torch.mean, {"input": torch.ones(2, 4)}).lines == []
-
-
-@pytest.mark.parametrize(("arguments", "error", "words"), [
-    ((3, F.mse_loss, ()), TypeError, "survey: model is an int; wanted a torch.nn.Module"),
-    ((nn.Linear(1, 1), torch.mean, 3), TypeError, "survey: inputs is an int; wanted a tuple, a tensor or a dict"),
-    ((nn.Linear(1, 1), lambda y: 3.0, torch.ones(1)), TypeError, "did not return a loss"),
-    ((nn.Linear(1, 1).bfloat16(), torch.mean, torch.ones(1)), ValueError, r"amp.fp32_copy\(model\)"),
-])  # fmt: skip
-def test_what_is_no_training_in_fp32_is_refused(arguments, error, words):
-    with pytest.raises(error, match=words):
-        amp.survey(*arguments)
-
-
-def test_a_model_of_a_level_is_refused_with_the_way_out():
-    model, _ = amp.initialize(nn.Linear(1, 1), [], opt_level="O2", verbosity=0)
-    with pytest.raises(ValueError, match="call it before initialize"):
-        amp.survey(model, torch.mean, torch.ones(1))
