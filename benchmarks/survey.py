@@ -47,7 +47,7 @@ def rivals(width: int, depth: int, tokens: int) -> tuple[dict[str, Callable[[], 
 
     def survey() -> None:
         with torch.profiler.record_function("rival"):
-            amp.survey(model, loss_fn, batch)
+            amp.survey(model, loss_fn, batch, measure=False)
 
     sizes = [p.numel() for p in model.parameters()]
     return {"step": step, "survey": survey}, sum(sizes), 4 * sum(sizes) + 8 * batch.numel()
