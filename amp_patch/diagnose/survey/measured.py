@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from amp_patch.diagnose.survey import attribution
 from amp_patch.diagnose.survey.attribution import Cause, share
 from amp_patch.diagnose.survey.calls import line_of
 from amp_patch.diagnose.survey.kinds import KINDS, Kind, Place
-from amp_patch.diagnose.survey.steps import Case, Errors, Steps, errors, offset
+from amp_patch.diagnose.survey.steps import Case, Errors, Numbers, Steps, errors, offset
 
 LARGE, TIMES = 0.05, 5.0  # an error above `LARGE` is told if it is more than `TIMES` the deserved error
 COARSE, CHANCE = 0.2, 0.5  # deserved errors of the outputs, and of the gradients, above these are told as a note
@@ -119,8 +120,8 @@ def measure(case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120
     """
     kinds = [(level, kind) for level in levels for kind in KINDS if level in kind.levels]
     end = time.monotonic() + seconds
-    if not floats(list(case.model.parameters())):
-        yield from (Measured(level, kind.levels, failed="the model has no parameters") for level, kind in kinds)
+    if not any(param.requires_grad for param in floats(list(case.model.parameters()))):
+        yield from (Measured(level, kind.levels, failed="it has no trained parameters") for level, kind in kinds)
         return
     steps = Steps(case)
     with warnings.catch_warnings(), torch.enable_grad():
@@ -143,26 +144,35 @@ def measure(case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120
                 continue
             found.deserved, found.offset = deserved[1], offset(exact.outputs)
             try:
-                found.errors = errors(steps.at_level(level), exact)
+                low = steps.at_level(level)
+            except torch.OutOfMemoryError as error:
+                found.failed = _words(error)
+            except Exception as error:
+                found.raised, found.line = _words(error), line_of(error)
+            else:
+                found.errors = errors(low, exact)
                 if again is None and _is_large(found.errors):
                     again = errors(steps.exact(), exact)
                 if again is not None and _is_large(again):
                     found.failed = f"two steps in FP32 differ by {share(max(again.by_name().values()))}"
                 elif suspects := _suspects(found, kind):
-                    found.told = sorted(_confirmed(steps, found, kind, suspects))
-                    if found.told and time.monotonic() < end:
-                        worst = found.worst
-                        found.cause = attribution.search(steps, exact, level, worst, found.errors.by_name()[worst], end)
-            except torch.OutOfMemoryError as error:
-                found.failed = _words(error)
-            except Exception as error:
-                found.raised, found.line = _words(error), line_of(error)
+                    _judge(found, steps, exact, kind, suspects, end)
             found.steps = steps.count - before
             yield found
 
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _judge(found: Measured, steps: Steps, exact: Numbers, kind: Kind, suspects: set[str], end: float) -> None:
+    """Confirm the suspects, and search the cause of the worst one. A trial that raises refutes none of them."""
+    found.told = sorted(suspects)
+    with suppress(Exception):
+        found.told = sorted(_confirmed(steps, found, kind, suspects))
+        if found.told and time.monotonic() < end:
+            error = found.errors.by_name()[found.worst]
+            found.cause = attribution.search(steps, exact, found.level, found.worst, error, end)
 
 
 def _is_large(found: Errors) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from amp_patch.casts import install
 from amp_patch.diagnose.module_error import floats
@@ -85,7 +86,7 @@ class Numbers:
     @property
     def finite(self) -> bool:
         """Whether each gradient is finite. Syncs with the device."""
-        return all(bool(grad.isfinite().all()) for grad in self.grads.values())
+        return all(bool(grad.to_dense().isfinite().all()) for grad in self.grads.values())
 
 
 @dataclass
@@ -230,10 +231,10 @@ def _untrained(root: Root) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether a module has no modules in it, or computes without calling them, as torch's attention does."""
-    return isinstance(module, nn.MultiheadAttention) or (
-        next(module.children(), None) is None and not isinstance(module, nn.Identity | nn.Flatten)
-    )
+    """Return whether a module computes by itself: it has no modules in it, or is torch's attention or parametrized."""
+    if isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module):
+        return True
+    return next(module.children(), None) is None and not isinstance(module, nn.Identity | nn.Flatten)
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -287,7 +288,9 @@ def grads_off(low: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[d
     sizes = {name: norm(grad) for name, grad in exact.items()}
     elements = sum(grad.numel() for grad in exact.values())
     total = math.hypot(*sizes.values())
-    least = {name: FLOOR * total * math.sqrt(grad.numel() / elements) for name, grad in exact.items() if elements}
+    mean = {name: total * math.sqrt(grad.numel() / elements) for name, grad in exact.items() if elements}
+    # A gradient that is 0 but for roundings, as of a bias before a batch norm, counts as the mean one.
+    least = {name: size * (1.0 if sizes[name] < FLOOR**2 * size else FLOOR) for name, size in mean.items()}
     each = {
         name: off(low[name], grad, least.get(name, 0.0)) if name in low else math.inf for name, grad in exact.items()
     }

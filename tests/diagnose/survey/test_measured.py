@@ -59,7 +59,18 @@ def recurrent():
     return Recurrent(), F.mse_loss, (torch.randn(8, 12, 8), torch.randn(8, 4))
 
 
-HEALTHY = (transformer, convnet, recurrent)
+def bias_before_a_norm():
+    """The gradient of the bias is 0 but for roundings, which are large beside each other."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    return nn.Sequential(layer, nn.BatchNorm1d(4)), lambda out: out.pow(3).sum(), torch.randn(6, 4)
+
+
+def sparse():
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(40, 3))
+    return model, F.cross_entropy, (torch.randint(0, 50, (4, 5)), torch.randint(0, 3, (4,)))
+
+
+HEALTHY = (transformer, convnet, recurrent, bias_before_a_norm, sparse)
 
 
 def surveyed(case, device="cpu", **options):
@@ -220,6 +231,12 @@ def test_a_model_that_cannot_be_copied_is_not_measured():
     assert {found.failed for found in report.measured} == {"TypeError: no copies of this"}
     assert report.clear == ["O1", "O2", "O3", "O4", "O5", "O6", "O7"]
     assert "O5 was not measured: TypeError: no copies of this" in str(report)
+
+
+def test_a_model_without_trained_parameters_is_not_measured():
+    model = nn.Linear(4, 4).requires_grad_(False)
+    report = amp.survey(model, lambda out: out.sum(), torch.randn(2, 4, requires_grad=True))
+    assert {found.failed for found in report.measured} == {"it has no trained parameters"}
 
 
 def test_an_interrupt_reaches_the_caller():
