@@ -19,6 +19,17 @@ an infinity or a NaN, it writes 1.0 into it. No kernel writes 0: the caller zero
 Backends. The extension ``amp_patch._C`` runs the kernels. Plain torch does if the extension is absent or not built for
 the tensors' device, or if ``AMP_PATCH_BACKEND=torch`` in the environment or ``use_backend("torch")`` selects it. Both
 give equal results, except for rounding in the sums of norms and in the steps of optimizers.
+
+Files, the first one to read first:
+
+- `steps.py`: kernels that make a whole optimizer step in one pass: unscaling, moments, FP32 masters and
+  low-precision weights
+- `checks.py`: contracts, and their checker
+- `backends.py`: the choice of the extension or plain torch, and the call
+- `plain.py`: the kernels in plain torch
+- `plain_steps.py`: steps of Adam and SGD in plain torch, and by torch's fused functions
+- `plain_random.py`: stochastic rounding
+- `plain_codes.py`: state in eight bits
 """
 
 from __future__ import annotations

@@ -2,6 +2,20 @@
 
 They have Apex's arguments and Apex's names of state. In every other respect they are torch optimizers. Each class
 documents its differences from torch's.
+
+Files, the first one to read first:
+
+- `adagrad.py`: FusedAdagrad: Apex's Adagrad, on torch's foreach functions
+- `adam.py`: FusedAdam: Apex's Adam and AdamW, on torch's fused kernel
+- `common.py`: the base class of the fused optimizers, and `computable`, which prepares lists of tensors for their
+  formulas
+- `lamb.py`: FusedLAMB: Apex's LAMB, which scales Adam's update of each parameter by norm of parameter / norm of
+  update
+- `mixed_precision_lamb.py`: FusedMixedPrecisionLamb: Apex's LAMB with FP32 masters of its own, which skips steps
+  on the device
+- `novograd.py`: FusedNovoGrad: Apex's NovoGrad, momentum on gradients that are divided by a running norm of each
+  parameter
+- `sgd.py`: FusedSGD: Apex's SGD with momentum, on torch's fused kernel
 """
 
 from __future__ import annotations

@@ -1,1 +1,16 @@
-"""Checks that observe a training and warn or raise, without changing its numbers."""
+"""Checks that observe a training and warn or raise, without changing its numbers.
+
+Files, the first one to read first:
+
+- `left_out.py`: warnings about cast weights that no optimizer of `initialize` holds
+- `first_inputs.py`: checks of the inputs of a cast model's first calls: an error or a warning for inputs that the
+  cast would ruin
+- `rounded_features.py`: how much of an input's variation rounding removes, feature by feature
+- `tables.py`: a warning about tables of frequencies that the cast of a model rounds, so that sinusoids of
+  positions are wrong
+- `written_buffers.py`: running averages in low precision
+- `rounded_saves.py`: warnings about saves that round
+- `thawed.py`: parameters that were frozen in low precision at `initialize`, and are unfrozen later
+- `slips.py`: mistakes in a training loop
+- `scaler_events.py`: notifies observers of the calls of GradScalers
+"""
