@@ -190,8 +190,8 @@ MUTATIONS = (
     ),
     Mutation(
         "keep_fp32: batch norms stay FP32",
-        "kept.update((id(m), m) for m in norms)",
-        "pass",
+        "norms = filter(is_batch_norm, modules) if policy.keep_batchnorm_fp32 else ()",
+        "norms: tuple[()] = ()",
         ("test_levels.py",),
     ),
     Mutation(
@@ -232,8 +232,8 @@ MUTATIONS = (
     ),
     Mutation(
         "unedited scripts: the script's own GradScaler does nothing",
-        "scaler._enabled = self.kept",
-        "pass",
+        "                if not self.kept:\n                    _disable(scaler)",
+        "                pass",
         ("test_unedited.py",),
     ),
     Mutation(
