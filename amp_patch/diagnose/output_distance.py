@@ -187,7 +187,7 @@ class _Forward:
         outputs: the floating tensors of the model's output, in FP32.
         logits: the logits in FP64, or None.
         kept: name of a module -> its outputs in FP32, a list for each call. Empty with `beside`.
-        apart: name of a module -> the `_squares` of each call. Empty without `beside`.
+        apart: name of a module -> the `squares` of each call. Empty without `beside`.
     """
 
     def __init__(
@@ -232,10 +232,10 @@ class _Forward:
         call = self._calls[name] = self._calls.get(name, -1) + 1
         others = self._beside.kept.get(name, [])
         if call < len(others) and [each.shape for each in outputs] == [each.shape for each in others[call]]:
-            self.apart.setdefault(name, []).append(_squares(others[call], outputs))
+            self.apart.setdefault(name, []).append(squares(others[call], outputs))
 
 
-def _squares(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+def squares(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     """Return (sum of (second - first)**2, sum of first**2) over two lists of tensors: FP64, shape [2], on the CPU.
 
     Equal infinities have the distance 0. Infinities and NaNs of `first` are left out of the second sum.
@@ -262,7 +262,7 @@ def _distance(first: _Forward, second: _Forward, targets: Tensor | None, band: f
             f"compare_outputs: the outputs have shapes {[list(shape) for shape in shapes[0]]} at {first.level} and "
             f"{[list(shape) for shape in shapes[1]]} at {second.level}; wanted a model whose outputs have one shape"
         )
-    output = _relative(_squares(first.outputs, second.outputs))
+    output = _relative(squares(first.outputs, second.outputs))
     modules = {name: _relative(torch.stack(parts).sum(0)) for name, parts in second.apart.items()}
     if first.logits is None or second.logits is None:
         if targets is not None:

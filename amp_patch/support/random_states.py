@@ -34,10 +34,16 @@ def restore_random_states(found: list[Any]) -> None:
 
 
 @contextmanager
-def restored_random_states() -> Iterator[list[Any]]:
-    """Yield the states of the global random generators, and restore these states at the end of the block."""
+def restored_random_states(inside: list[Any] | None = None) -> Iterator[list[Any]]:
+    """Yield the states of the global random generators, and restore these states at the end of the block.
+
+    Args:
+        inside: the states at the beginning of the block, a result of `random_states`; None: the present ones.
+    """
     found = random_states()
     try:
+        if inside is not None:
+            restore_random_states(inside)
         yield found
     finally:
         restore_random_states(found)

@@ -24,11 +24,11 @@ from amp_patch.casts import regions
 from amp_patch.diagnose.module_error import floats
 from amp_patch.diagnose.survey.calls import line_within
 from amp_patch.diagnose.survey.kinds import Place
-from amp_patch.diagnose.survey.steps import Numbers, Root, Steps, copied, errors, grads_off, outputs_off
+from amp_patch.diagnose.survey.steps import Numbers, Root, Steps, copied, errors, grads_off, note_gradients, outputs_off
 from amp_patch.diagnose.wording import percent
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 from amp_patch.support import tree
-from amp_patch.support.random_states import random_states, restore_random_states, restored_random_states
+from amp_patch.support.random_states import random_states, restored_random_states
 
 _INPUTS = 6  # inputs that are rounded alone
 _LINES = 60  # lines of a module that are tried
@@ -190,9 +190,7 @@ def _watched(root: Root) -> dict[str, FirstCall]:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             call = calls[name]
             if not call.grads:
-                for at, tensor in enumerate(floats(output)):
-                    if tensor.requires_grad:
-                        tensor.register_hook(partial(_keep, call.grads, at))
+                note_gradients(output, partial(_keep, call.grads))
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
@@ -246,10 +244,8 @@ class Local:
             return made.clone()  # the module may write to its input
 
         args, named = tree.map_tensors(leaf, (call.args, call.named))
-        with restored_random_states(), torch.enable_grad():
-            restore_random_states(call.random)
-            with mode or nullcontext():
-                made = floats(module(*args, **named))
+        with restored_random_states(call.random), torch.enable_grad(), mode or nullcontext():
+            made = floats(module(*args, **named))
         self.outputs = [each.detach() for each in made]
         # As a loss scale does: the largest gradient of an output is 1.
         top = max((float(g.abs().max()) for g in call.grads.values() if g.numel()), default=0.0) or 1.0

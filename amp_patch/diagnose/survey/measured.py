@@ -110,8 +110,8 @@ def _name(name: str, found: Errors) -> str:
 def measure(case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120.0) -> Iterator[Measured]:
     """Measure the step of a case at each of `levels`.
 
-    A level takes at most 4 steps of the model if nothing is found, and at most 40 with the search for the cause. At any
-    time two copies of the model are in memory, with their gradients. Syncs with the device.
+    Four levels take at most 16 steps of the model if nothing is suspected, and a level at most 40 with the search. Two
+    copies of the model are in memory at a time, with their gradients. Syncs with the device.
 
     Args:
         case: the model in FP32, the loss and a batch.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_patch.diagnose.module_error import floats
-from amp_patch.diagnose.survey.steps import Case, copied
+from amp_patch.diagnose.survey.steps import Case, copied, note_gradients
 
 
 class Replay:
@@ -58,19 +59,13 @@ class Replay:
 
         def after(_model: nn.Module, _args: Any, output: Any) -> None:
             if self._watches and not self.grads and torch.is_grad_enabled():
-                call = self.call
-                for at, tensor in enumerate(floats(output)):
-                    if tensor.requires_grad:
-                        tensor.register_hook(_keeping(self, call, at))
+                note_gradients(output, partial(_keep, self, self.call))
 
         return before, after
 
 
-def _keeping(replay: Replay, call: tuple[Any, Any], at: int) -> Any:
-    def keep(grad: Tensor) -> None:
-        # Of several calls in one step, those whose gradients arrive later are not mixed with the first.
-        if not replay.grads or replay.call is call:
-            replay.call = call
-            replay.grads.setdefault(at, grad.detach().float())
-
-    return keep
+def _keep(replay: Replay, call: tuple[Any, Any], at: int, grad: Tensor) -> None:
+    # Of several calls in one step, those whose gradients arrive later are not mixed with the first.
+    if not replay.grads or replay.call is call:
+        replay.call = call
+        replay.grads.setdefault(at, grad.detach().float())

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from amp_patch.casts import install
+from amp_patch.diagnose.call_log import on_gradient
 from amp_patch.diagnose.module_error import floats
+from amp_patch.diagnose.output_distance import squares
 from amp_patch.environment import DTYPE, LEVEL
 from amp_patch.frontend import initialize, restored
 from amp_patch.model.fp32_copies import fp32_copy
@@ -26,7 +29,7 @@ from amp_patch.policy import OPT_LEVELS
 from amp_patch.support import tree
 from amp_patch.support.devices import widest
 from amp_patch.support.patches import Patches
-from amp_patch.support.random_states import random_states, restore_random_states, restored_random_states
+from amp_patch.support.random_states import random_states, restored_random_states
 from amp_patch.training.scale_loss import scale_loss
 
 FLOOR = 0.01  # a parameter's gradient below this share of the mean one counts as this share
@@ -200,8 +203,7 @@ class Steps:
         self.count += 1
         before = before or {name: value.clone() for name, value in _untrained(root)}
         names = [name for name, param in root.named_parameters() if param.requires_grad]
-        with restored_random_states():
-            restore_random_states(self._random)
+        with restored_random_states(self._random):
             loss = root(*copied(args), **copied(dict(named)))
             with nullcontext(loss) if optimizer is None else scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
@@ -269,6 +271,13 @@ def copied(value: Any) -> Any:
     return tree.map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
 
 
+def note_gradients(output: Any, then: Callable[[int, Tensor], None]) -> None:
+    """Call `then` with the index of each floating tensor in `output` and its gradient, during backward."""
+    for at, tensor in enumerate(floats(output)):
+        if tensor.requires_grad:
+            on_gradient(tensor, partial(then, at))
+
+
 # Errors.
 
 
@@ -328,13 +337,10 @@ def off(low: Tensor, exact: Tensor, least: float = 0.0) -> float:
 
     Elements that are equal, infinities too, do not count. inf if another element is not finite.
     """
-    wide = widest(exact.device)
-    low, exact = low.detach().to_dense().to(wide), exact.detach().to_dense().to(wide)
-    same = low == exact
-    gap = float(torch.where(same, 0.0, low - exact).norm())
-    size = max(float(torch.where(same & ~exact.isfinite(), 0.0, exact).norm()), least)
-    if not gap < math.inf or math.isnan(size):
+    gap, size = squares([exact.detach().to_dense()], [low.detach().to_dense()]).sqrt().tolist()
+    if not gap < math.inf:
         return math.inf
+    size = max(size, least)
     return gap / size if size else float(gap > 0) and math.inf
 
 

@@ -269,8 +269,9 @@ def survey(
 
     Rules judge the lines of the FP32 step first. Then copies of the model make the step at O1, O2, O4 and O5, and their
     gradients are compared with FP32's: an error above 5 %, and above 5 times the error that rounding the weights and
-    each layer's output once gives, is told with its cause. A level takes at most 4 steps, or 40 if something is told;
-    two copies of the model are in memory at a time, and after two minutes no further level is measured.
+    each layer's output once gives, is told with its cause. All levels take at most 16 steps, and a level at most 40 if
+    something is told. Two copies of the model are in memory at a time, and after two minutes no further level is
+    measured.
 
     Args:
         model: in FP32, before `initialize`.
