@@ -7,8 +7,8 @@ calls the user's handler only if no function marked by `whole` is running. A sec
 once, because the marked function may hang.
 
 A mark adds no time to a call. Only SIGINT is held back. If another signal or another thread raises an exception in the
-main thread, a marked function is left at that line, and only its `try` and `finally` blocks clean up. (`_Exit` of
-training/scaled_backward.py ends a body of `scale_loss` whose exit was skipped.)
+main thread, a marked function is left at that line, and only its `try` and `finally` blocks clean up. (A body of
+`scale_loss` whose exit was skipped ends when Python frees it.)
 """
 
 from __future__ import annotations

@@ -6,13 +6,9 @@ has its subclass for trainings with several optimizers, or with parameters that 
 
 from __future__ import annotations
 
-import gc
-import sys
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,25 +29,6 @@ from amp_patch.training import joints, observers
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Pending, Stash, body_events, has_unscaled, no_body
 from amp_patch.training.unscale import add, unscale
-
-
-class _Exit:
-    """The method `__exit__` of `ScaledBackward`. The body is ended if no `with` statement can call it any more.
-
-    While a `with` statement runs, only the statement references the callable that it took at its beginning. If a signal
-    handler raises at the entry of the method, Python frees the callable, and nothing else would end the body.
-    """
-
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = method
-
-    def __get__(self, body: ScaledBackward | None, owner: Any) -> Callable[..., None]:
-        if body is None:
-            return self._method
-        bound = partial(self._method, body)
-        if body.loss is not None:  # before the entry
-            body.with_statement = weakref.ref(bound, body.end_without_exit)
-        return bound
 
 
 class ScaledBackward:
@@ -78,8 +55,6 @@ class ScaledBackward:
         begun: whether the body has begun and `close` has yet to end it.
         done: whether `delay`, `finish` or `abandon` has handled the gradients of the body.
         failed: whether an exception has ended the body.
-        with_statement: a weak reference to the callable by which a `with` statement will end the body; None if none
-            will, because user code has called `__enter__`, as `contextlib.ExitStack` does.
     """
 
     begun = False  # of the class: a signal may end `__init__`, and `__del__` reads it
@@ -110,7 +85,6 @@ class ScaledBackward:
         self.of_scaled: list[Tensor] = []
         self.hooks: list[Any] = []
         self.others: Any = None  # of a guest that watches the backward passes in the optimizers' first body
-        self.with_statement: weakref.ref[Any] | None = None
         self.returned: Callable[[], Tensor | None] = type(None)  # the scaled loss; weak, so that its graph can be freed
 
     def __getattr__(self, name: str) -> Any:
@@ -123,8 +97,6 @@ class ScaledBackward:
     def __enter__(self) -> Tensor:
         if self.loss is None:
             raise RuntimeError("scale_loss: this context manager was entered before; call scale_loss for each backward")
-        if self.with_statement is not None and self.with_statement() is None:
-            self.with_statement = None
         try:
             return self._enter()
         except BaseException:
@@ -155,7 +127,6 @@ class ScaledBackward:
         self.returned = weakref.ref(scaled)
         return scaled
 
-    @_Exit
     @whole
     def __exit__(self, raised: Any = None, error: Any = None, *_: Any) -> None:
         try:
@@ -238,7 +209,7 @@ class ScaledBackward:
     def prepare(self) -> None:
         """Raise if gradients of two bodies, or of two scales, would be summed. This changes nothing."""
         for stash in self.stashes:
-            if (body := stash.neighbours.body()) is not None and not body.end_if_left():
+            if stash.neighbours.body() is not None:
                 raise RuntimeError(
                     "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
                     "first (gradients add up over several), or add the losses"
@@ -324,8 +295,8 @@ class ScaledBackward:
             stash.masters.forget_aside(lambda _: False)
 
     @whole
-    def end_without_exit(self, _: object = None) -> None:
-        """End a body whose `__exit__` did not run to its end and cannot be called again; drop its gradients."""
+    def __del__(self) -> None:
+        """End a body whose `__exit__` did not run to its end, because a signal handler raised; drop its gradients."""
         if self.begun:
             if (scaled := self.returned()) is not None and scaled.requires_grad:
                 refuse_too_late(scaled, weakref.ref(self.stashes[0]))
@@ -333,27 +304,11 @@ class ScaledBackward:
             self.close()
             self.scaler.defer()
 
-    __del__ = end_without_exit
-
-    def end_if_left(self) -> bool:
-        """End the body if an exception has left its `__exit__` too early; return whether it has.
-
-        Only for bodies that no `with` statement ends, and before an error: this walks all Python objects. A traceback
-        may keep the frame of `__exit__`, and thereby this object.
-        """
-        threads = sys._current_frames().values()
-        running = {frame for innermost in threads for frame, _ in traceback.walk_stack(innermost)}
-        calls = (found for found in gc.get_referrers(self) if type(found) is FrameType and found not in running)
-        if left := any(call.f_code is type(self).__exit__.__code__ for call in calls):
-            self.end_without_exit()
-        return left
-
     def close(self) -> None:
         """End the body. If its gradients were not handled by `delay` or `finish`, call `abandon`."""
         try:
             self._close()
         finally:
-            self.with_statement = None  # its callback references `self`
             if self._announced:
                 self._announced = False
                 if observers.present:

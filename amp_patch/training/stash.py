@@ -100,8 +100,6 @@ class Body(Protocol):
     delay_unscale: bool
     failed: bool
 
-    def end_if_left(self) -> bool: ...
-
 
 no_body: Callable[[], None] = type(None)
 no_gradient: Callable[[], None] = type(None)

@@ -370,8 +370,6 @@ def _refuse_in_body(optimizer: Optimizer, stash: Stash) -> None:
     else:
         stash.masters.end_direct()
         return
-    if body is not None and body.end_if_left():
-        return
     raise RuntimeError(
         f"{base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
         "all optimizers of the loss, and call their step() after the `with` block. A step in a hook of backward "
