@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -58,59 +57,15 @@ class MasterStates(defaultdict[Any, Any]):
         return self
 
 
-class HeldStates(MutableMapping[Any, Any], dict[Any, Any]):  # type: ignore[misc,metaclass]  # dict is no class of Python
-    """A `MasterStates` whose entries are in `base`, an ordinary dictionary that another object holds too.
-
-    Each read calls Python code. A copy or a pickle is an ordinary dictionary.
-    """
-
-    def __init__(self, base: dict[Any, Any]) -> None:
-        self.base = base
-
-    def _key(self, key: Any) -> Any:
-        master = None if key in self.base else master_of(key)
-        return key if master is None else master
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.base[self._key(key)]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.base[self._key(key)] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self.base[self._key(key)]
-
-    def __contains__(self, key: object) -> bool:  # `Mapping`'s would make an entry in a defaultdict
-        return self._key(key) in self.base
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self.base.get(self._key(key), default)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.base)
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    def __repr__(self) -> str:
-        return repr(self.base)
-
-    def __reduce__(self) -> Any:
-        return self.base.__reduce_ex__(2)
-
-
 def find_by_params(optimizer: Any, *, shared: bool = False) -> None:
     """Let `optimizer.state`, if it is an ordinary dictionary, find the state of a master by the model's parameter.
 
     Args:
-        shared: whether the entries stay in the dictionary if another object holds it (`wrapper.state =
-            optimizer.state`); otherwise a new one gets them.
+        shared: whether the dictionary stays if another object holds it (`wrapper.state = optimizer.state`): both must
+            see the same entries. They find them by masters alone.
     """
     own = vars(optimizer)
-    if type(own.get("state")) not in (dict, defaultdict):
-        return
-    if shared and sys.getrefcount(own["state"]) > 2:
-        own["state"] = HeldStates(own["state"])
+    if type(own.get("state")) not in (dict, defaultdict) or (shared and sys.getrefcount(own["state"]) > 2):
         return
     state, own["state"] = own["state"], MasterStates(getattr(own["state"], "default_factory", None))
     own["state"].update(state)
@@ -119,17 +74,13 @@ def find_by_params(optimizer: Any, *, shared: bool = False) -> None:
 def find_by_masters(optimizer: Any) -> None:
     """Undo `find_by_params`, unless another object holds the `MasterStates`."""
     own = vars(optimizer)
-    state_is = type(own.get("state"))
-    if state_is is HeldStates:
-        own["state"] = own["state"].base
-    elif state_is is MasterStates and sys.getrefcount(own["state"]) == 2:
+    if type(own.get("state")) is MasterStates and sys.getrefcount(own["state"]) == 2:
         own["state"] = defaultdict(own["state"].default_factory, own["state"])
 
 
 def rekey(optimizer: Any, old: Tensor, new: Tensor) -> None:
     """Move the state of `old` to `new`: from a parameter to its master, or back; `optimizer` may have no state."""
     state = getattr(optimizer, "state", None)
-    state = state.base if type(state) is HeldStates else state
     if state is not None and old in state:
         value = state.pop(old)
         # `state[new]` would store the value of a parameter at its master
