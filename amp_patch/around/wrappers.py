@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from functools import partial
 from typing import Any
@@ -97,6 +96,3 @@ def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
             f"{name}.first_step(zero_grad=True), backward again, {name}.second_step(zero_grad=True) "
             "(examples/recipes/sam.py)"
         )
-
-
-sys.modules["amp_patch.training.wrappers"] = sys.modules[__name__]  # pickles of 0.4 import it under this name

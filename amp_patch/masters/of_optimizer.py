@@ -117,10 +117,9 @@ class Masters:
             if record.master not in of_parts
         ]
 
-    def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
+    def __setstate__(self, pairs: Iterable[tuple[Tensor, Tensor, bool, int | None]]) -> None:
         self.__init__()  # type: ignore[misc]
-        for param, master, *more in pairs:
-            written, draw = (*more, False, None)[:2]  # defaults for older pickles
+        for param, master, written, draw in pairs:
             if param is master:
                 self._draws[param] = draw
                 continue

@@ -49,9 +49,6 @@ class LossScaler:
             scaler of a training has such objects (`joints.beside_scale`).
     """
 
-    # The flag of the newest backward pass, not in `_found_inf` yet. Here for scalers from older pickles.
-    _newest: Tensor | None = None
-
     def __init__(
         self,
         loss_scale: float | str = "dynamic",
@@ -82,6 +79,7 @@ class LossScaler:
         self._scale = torch.tensor(start, dtype=torch.float32, device="cpu")
         self._growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self._newest: Tensor | None = None  # the flag of the newest backward pass, not in `_found_inf` yet
         self.skips = 0
         self._skips_in_a_row = 0
 

@@ -310,16 +310,10 @@ class Stash:
         return {**state, **more}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = {"fp32_state": [], **state}  # older pickles have none, and other names for three fields
-        if state.pop("gathered", False):
-            state["unscaled"] = no_gradient
-        if "wrapped" in state:
-            state["passes"] = 2 if state.pop("two_passes") else int(state.pop("wrapped"))
-        state.pop("enabled", None)
-        siblings, *_, known = state.pop("copied_with", (Siblings(), []))
-        if narrowed := copies.narrow(state.pop("narrow", ())):
+        siblings, known = state.pop("copied_with")
+        if narrowed := copies.narrow(state.pop("narrow")):
             joints.tell(joints.retyped, set(narrowed))
-        vars(self).update({"unscaled": None, "passes": 0, **state})
+        vars(self).update(state)
         for part in fields(self):
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
                 setattr(self, part.name, part.default_factory())
