@@ -267,7 +267,7 @@ class Parts:
         chunks = [(group, group["params"]) for group in optimizer.param_groups]
         stepped_for = {param: part(param) for _, params in chunks for param in params}
         self.params = {stepped: param for param, stepped in stepped_for.items()}
-        self.partial = PartialStep(optimizer, chunks, stepped_for.__getitem__, at_once=True)
+        self.partial = PartialStep(optimizer, chunks, stepped_for.__getitem__)
         self._states = self.partial.shell.state = defaultdict[Tensor, Any](dict)
         for stepped, param in self.params.items():
             if param in optimizer.state:
@@ -277,7 +277,7 @@ class Parts:
     @whole
     def give_back(self) -> None:
         """Give the optimizer the state and the attributes that the step has made."""
-        self.partial.give_back_attributes()
+        self.partial.give_back()
         for stepped, state in self._states.items():
             own = self._optimizer.state[param := self.params[stepped]]
             for name in own.keys() - state.keys():

@@ -411,13 +411,13 @@ def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
 def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None:
     """Step the parameters of `batches` with the optimizer's own code."""
     chunks = ((group, [b.masters for b in batches if b.group is group]) for group in optimizer.param_groups)
-    partial = PartialStep(optimizer, [(group, list(chain(*masters))) for group, masters in chunks], at_once=True)
+    partial = PartialStep(optimizer, [(group, list(chain(*masters))) for group, masters in chunks])
     for batch in batches:
         materialize(batch.masters)
     try:
         plain(partial.shell)
     finally:
-        partial.give_back_attributes()
+        partial.give_back()
     for batch in batches:
         for master in batch.masters:  # torch's fused kernels do not increment version counters
             torch.autograd.graph.increment_version(master)

@@ -31,8 +31,8 @@ class PartialStep:
         optimizer: the user's optimizer.
         chunks: (group, parameters of this group to step).
         replace: maps each parameter to the tensor that is stepped instead.
-        at_once: If True, a setting that the code writes into a group of `shell` is written into the optimizer's group
-            too. If False, it is not; the caller may collect it by `Written`.
+
+    Settings and attributes that the code writes into `shell` reach the optimizer by `give_back`, or by `Written`.
     """
 
     def __init__(
@@ -40,43 +40,25 @@ class PartialStep:
         optimizer: Any,
         chunks: Iterable[tuple[Group, list[Tensor]]],
         replace: Callable[[Tensor], Tensor] | None = None,
-        *,
-        at_once: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.groups: list[Group] = []
         self.shell = shell = new_of_class(optimizer)
         vars(shell).update(vars(optimizer))
         shell.param_groups = []
-        kind: type[Group] = _Group if at_once else dict
         for group, params in chunks:
             self.groups.append(group)
-            shell.param_groups.append(kind(group, params=params if replace is None else list(map(replace, params))))
+            shell.param_groups.append({**group, "params": params if replace is None else list(map(replace, params))})
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of `shell` that the class's own code has set or replaced."""
         return changed(vars(self.optimizer), vars(self.shell), NOT_ATTRIBUTES)
 
-    def give_back_attributes(self) -> None:
-        """Copy the attributes that the class's own code has set on `shell` to the user's optimizer."""
+    def give_back(self) -> None:
+        """Copy the settings and attributes that the class's own code has set on `shell` to the user's optimizer."""
+        for group, after in zip(self.groups, self.shell.param_groups, strict=True):
+            group.update(changed(group, after, NOT_SETTINGS))
         vars(self.optimizer).update(self.attributes())
-
-
-class _Group(Group):
-    """A copy of a group with other parameters. A setting written into it is written into the original group too."""
-
-    def __init__(self, group: Group, params: list[Tensor]) -> None:
-        super().__init__(group, params=params)
-        self._group = group
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        if name not in NOT_SETTINGS:
-            self._group[name] = value
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
 
 
 class PortionsDisagreeError(RuntimeError):
