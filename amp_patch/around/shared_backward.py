@@ -17,6 +17,7 @@ from amp_patch.masters.grad_field import drop_gradients, with_gradient
 from amp_patch.masters.held_gradients import DirectGradients
 from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.masters.record import Record
+from amp_patch.model import forward as model_forward
 from amp_patch.support import distributed
 from amp_patch.support.blocks import without_grad
 from amp_patch.training.scaled_backward import ScaledBackward
@@ -99,7 +100,7 @@ class SharedBackward(ScaledBackward):
         for _, stash in self.siblings:
             stash.neighbours.other_bodies.append(weakref.ref(self))
         if self.checking:
-            self.note_models()
+            model_forward.bodies.add(self)
             self._set_bystanders_aside()
 
     def _set_bystanders_aside(self) -> None:

@@ -122,7 +122,8 @@ class AmpModel(Generated):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' gradients as torch does, and the gradients of their masters."""
         module: nn.Module = self  # type: ignore[assignment]
-        _cleared[module] = times_cleared(module) + 1
+        for body in list(bodies):
+            body.forget_taken(set(module.parameters()))
         # First, because `super().zero_grad()` reads `.grad`, which would materialize the masters' gradients.
         for _, link in links_of(module.parameters()):
             master = link.master
@@ -256,12 +257,8 @@ def policy_of(model: nn.Module | None) -> Policy | None:
     return untouched[model][0].policy if policy is None and model in untouched else policy
 
 
-_cleared: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-
-
-def times_cleared(model: nn.Module) -> int:
-    """Return how often `zero_grad()` of `model`, which is in a training, was called."""
-    return _cleared.get(model, 0)
+# The bodies of `scale_loss` that have set gradients aside: a model's `zero_grad()` drops those of its parameters.
+bodies: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def set_policy(model: nn.Module, policy: Policy) -> None:

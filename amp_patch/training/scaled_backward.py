@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_patch.casts import regions
 from amp_patch.masters import gradients
@@ -48,8 +48,6 @@ class ScaledBackward:
         now: the scale of this body's gradients. An inner body may change the scaler's scale before this one ends.
         inverse: the factor that unscales them, as in `gather`.
         checking: whether the exit checks gradients for overflow.
-        models: model -> the number of calls of its `zero_grad()` before the body. A call in the body must drop the
-            gradients that `begin` set aside.
         parts: for each optimizer, in order, its parameters that no optimizer before it holds; params: all of them, each
             once.
         begun: whether the body has begun and `close` has yet to end it.
@@ -72,7 +70,6 @@ class ScaledBackward:
         self.loss: Tensor | None = loss
         self.optimizers, self.stashes, self.scaler = optimizers, stashes, scaler
         self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
-        self.models: dict[nn.Module, int] = {}
         self.done = self.failed = False
         self.parts: list[GroupParams] = []
         self.params: list[Tensor] = []
@@ -204,7 +201,7 @@ class ScaledBackward:
         for stash, new in accumulating:  # after the loop above, since optimizers may share parameters
             stash.masters.set_aside(new)
             if stash.masters.aside:
-                self.note_models()
+                model_forward.bodies.add(self)
 
     def prepare(self) -> None:
         """Raise if gradients of two bodies, or of two scales, would be summed. This changes nothing."""
@@ -254,8 +251,6 @@ class ScaledBackward:
 
         The gradients that `begin` set aside are multiplied by the scale and added to them.
         """
-        if self.models:
-            self.forget_cleared()
         for record in self._taken():
             record.aside = record.aside.give_back_scaled(self.scale)
         for stash in self.stashes:
@@ -267,8 +262,6 @@ class ScaledBackward:
 
     def finish(self) -> None:
         """Unscale the gradients into the masters, add the gradients set aside, and record overflow on the device."""
-        if self.models:
-            self.forget_cleared()
         unscale(self.optimizers, self.scaler, self.inverse, self.now.found)
         self.done = True
 
@@ -279,8 +272,6 @@ class ScaledBackward:
         stay, including what this backward added to them before it failed. All other gradients are dropped.
         """
         self.failed = True
-        if self.models:
-            self.forget_cleared()
         if self.had_grad is not None:
             for index in set(range(len(self.params))).difference(self.had_grad):
                 self.params[index].grad = None
@@ -340,18 +331,6 @@ class ScaledBackward:
                     stash.neighbours.strategy.drop()
             self.release_other_gradients()
             self.begun = False
-
-    def note_models(self) -> None:
-        """Store how often `zero_grad()` of the training's models was called, for `forget_cleared`."""
-        for model in self.stashes[0].neighbours.siblings.alive_models():
-            self.models[model] = model_forward.times_cleared(model)
-
-    def forget_cleared(self) -> None:
-        """Drop the set-aside gradients of models whose `zero_grad()` was called in the body."""
-        cleared = (model for model, before in self.models.items() if model_forward.times_cleared(model) != before)
-        gone = set[Tensor](param for model in cleared for param in model.parameters())
-        if gone:
-            self.forget_taken(gone)
 
     def forget_taken(self, params: set[Tensor]) -> None:
         """Drop the set-aside gradients of `params`, so that the exit does not restore them."""
