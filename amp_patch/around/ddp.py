@@ -113,20 +113,11 @@ def _make_reducer(ddp: Any) -> None:
         ddp._register_builtin_comm_hook(kind)
 
 
-def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
-    """Patch DDP so that it broadcasts the scales of `scalers` with the weights of `models`.
-
-    `scalers` are the loss scalers of the training that `models` are in.
-    """
-    for model in models:
-        _scalers[model] = scalers
-    install()
-
-
 def enter_models(training: Training, models: list[nn.Module], targets: list[Any]) -> None:
-    """If `training` has masters or checks gradients, call `follow` for `models`, which enter the training now."""
+    """If `training` has masters or checks gradients, let DDP broadcast them and its scales with the weights."""
     if targets and (training.policy.master_weights or training.policy.checks_gradients):
-        follow(models, training.scalers)
+        _scalers.update(dict.fromkeys(models, training.scalers))
+        install()
 
 
 def install() -> None:

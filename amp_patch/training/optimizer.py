@@ -25,7 +25,7 @@ from amp_patch.support.words import of_class
 from amp_patch.training import joints, untouched
 from amp_patch.training.joints import Optimizer
 from amp_patch.training.overflow import SupportsScaling, drop_overflowed
-from amp_patch.training.stash import Stash, give_stash, note_sharing, stash_of, take_stash
+from amp_patch.training.stash import ATTRIBUTE, Stash, note_sharing, stash_of
 from amp_patch.training.step import WHOLE, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
 
@@ -182,7 +182,7 @@ def enter_training(
         joints.tell(joints.regrouped, optimizer)
         for owner in (optimizer, stateful(optimizer)):
             find_by_params(owner, shared=True)
-    give_stash(optimizer, stash)
+    setattr(optimizer, ATTRIBUTE, stash)
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
         _copies.install(_carry_stash)  # the optimizer keeps its class, which does not copy the stash
     else:
@@ -263,7 +263,7 @@ def restore(optimizer: Optimizer, *, recast_state: bool = True) -> None:
     if isinstance(optimizer, Generated):
         attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)
-    take_stash(optimizer)
+    delattr(optimizer, ATTRIBUTE)
     if recast_state:
         for param in params:
             disconnect(param)

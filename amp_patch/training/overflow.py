@@ -41,7 +41,8 @@ def decide(optimizer: Optimizer, stash: Stash, is_capturing: bool, may_skip: boo
         RuntimeError: a CUDA graph is being captured, where the host cannot read, and the optimizer cannot skip on the
             device.
     """
-    on_device = may_skip and (is_capturing or not (stash.last_skipped or _rounds_at_random(stash)))
+    at_random = (form := stash.master_form) is not None and not form.is_exact
+    on_device = may_skip and (is_capturing or not (stash.last_skipped or at_random))
     if on_device and _knows_of_each(optimizer, stash):
         flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
         overflow = flags.amax()
@@ -118,11 +119,6 @@ def read_found(stash: Stash) -> list[LossScaler]:
     if len(flags) > 1:  # one sync for all
         flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
     return overflowed([scaler for scaler, _ in stash.found], list(map(float, flags)))
-
-
-def _rounds_at_random(stash: Stash) -> bool:
-    form = stash.master_form
-    return form is not None and not form.is_exact
 
 
 def _knows_of_each(optimizer: Optimizer, stash: Stash) -> bool:

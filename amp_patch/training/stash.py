@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
@@ -80,14 +80,6 @@ class DeviceSkip(NamedTuple):
     flags: DeviceNumbers
     overflow: Tensor
 
-    def here(self) -> bool:
-        """Tell whether the flags have arrived on the host, so that a read of them does not wait."""
-        return self.flags.here()
-
-
-class OfThisProcess:
-    """A part of a `Stash` that is neither copied nor pickled: a copied or loaded stash has a new one."""
-
 
 class Body(Protocol):
     """The attributes of a `ScaledBackward` that the rest of amp_patch uses; described there."""
@@ -134,7 +126,7 @@ class Siblings(list[weakref.ref[Any]]):
 
 
 @dataclass(eq=False)
-class Neighbours(OfThisProcess):
+class Neighbours:
     """References from an optimizer to other objects of its training. Those to optimizers and modules are weak.
 
     A copy or a pickle of the stash gets a new object of this class, with a copy of `siblings`.
@@ -247,7 +239,7 @@ class Stash:
         """
         if not self.device_skips or device_sync.is_capturing():
             return
-        while self.device_skips and (wait or self.device_skips[0].here()):
+        while self.device_skips and (wait or self.device_skips[0].flags.here()):
             skip = self.device_skips.pop(0)
             skipping = overflowed(skip.scalers, skip.flags.read())
             self.last_skipped = bool(skipping)
@@ -295,7 +287,6 @@ class Stash:
 
     def __getstate__(self) -> dict[str, Any]:
         self.collect_device_skips(wait=True)
-        state = {name: value for name, value in vars(self).items() if not isinstance(value, OfThisProcess)}
         owner, siblings = self.owner(), self.neighbours.siblings
         params = [] if owner is None else self.masters.of_groups(owner.param_groups).params
         narrow = [param for param in params if param.dtype in LOW_PRECISION]
@@ -307,17 +298,14 @@ class Stash:
                 known += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
         unscaled = None if self.unscaled is None else no_gradient
         more = {"step": None, "unscaled": unscaled, "narrow": narrow + known, "copied_with": (siblings, known)}
-        return {**state, **more}
+        return {**vars(self), **more, "neighbours": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         siblings, known = state.pop("copied_with")
         if narrowed := copies.narrow(state.pop("narrow")):
             joints.tell(joints.retyped, set(narrowed))
         vars(self).update(state)
-        for part in fields(self):
-            if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
-                setattr(self, part.name, part.default_factory())
-        self.neighbours.siblings = siblings
+        self.neighbours = Neighbours(siblings)
         siblings.cast_weights += map(weakref.ref, known)
         if (form := self.master_form) is not None:
             self.masters.keep(form)
@@ -422,13 +410,3 @@ def enabled_stash(optimizer: object) -> Stash | None:
     """
     stash = stash_of(optimizer)
     return stash if isinstance(stash, Stash) and stash.enabled and stash.owner() is optimizer else None
-
-
-def give_stash(optimizer: Optimizer, stash: Stash) -> None:
-    """Store `stash` as the stash of `optimizer`, replacing any other."""
-    setattr(optimizer, ATTRIBUTE, stash)
-
-
-def take_stash(optimizer: Optimizer) -> None:
-    """Remove the stash of `optimizer`."""
-    delattr(optimizer, ATTRIBUTE)

@@ -347,15 +347,11 @@ def consume(stash: Stash) -> None:
     stash.route_grads()
     stash.found.clear()
     records = stash.masters.links.records
-    if stash.neighbours.sharing and (awaited := _awaited_by_others(stash)):
-        records = [record for record in records if record not in awaited]
+    for _, other in sharing(stash) if stash.neighbours.sharing else ():
+        if other.unscaled is not None:
+            awaited = set(other.masters.links.records)
+            records = [record for record in records if record not in awaited]
     stash.masters.spend(records)
-
-
-def _awaited_by_others(stash: Stash) -> set[Record]:
-    """Return the records of masters that another optimizer of the training also holds, and has not stepped yet."""
-    awaiting = [known.masters.links.records for _, known in sharing(stash) if known.unscaled is not None]
-    return set().union(*awaiting)
 
 
 def _refuse_in_body(optimizer: Optimizer, stash: Stash) -> None:

@@ -37,10 +37,10 @@ from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
 from amp_patch.training.stash import (
+    ATTRIBUTE,
     Neighbours,
     Siblings,
     Stash,
-    give_stash,
     known_stash,
     note_sharing,
     siblings,
@@ -332,7 +332,7 @@ def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
     _disabled = True
     for target in targets:
         if stash_of(target) is None:
-            give_stash(target, dialect.stash(OPT_LEVELS["O0"], []))
+            setattr(target, ATTRIBUTE, dialect.stash(OPT_LEVELS["O0"], []))
     observers.tell("training_begun", None)
 
 
