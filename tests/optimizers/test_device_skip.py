@@ -13,7 +13,6 @@ from syncs import count
 
 from amp_patch import amp, optimizers
 from amp_patch.support import device_sync
-from amp_patch.training.stash import DeviceSkip
 
 MAKERS = {
     "torch's fused Adam": lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-4, fused=True),
@@ -44,8 +43,8 @@ def late(monkeypatch):
     """Treat the CPU as a device with syncs. While `late.on`, copies of its flags have not arrived."""
     wait = Wait()
     monkeypatch.setattr(device_sync, "waits", lambda device: True)
-    here = DeviceSkip.here
-    monkeypatch.setattr(DeviceSkip, "here", lambda self: not wait.on and here(self))
+    here = device_sync.DeviceNumbers.here
+    monkeypatch.setattr(device_sync.DeviceNumbers, "here", lambda self: not wait.on and here(self))
     return wait
 
 

@@ -76,7 +76,7 @@ def test_a_skip_on_the_device_is_recorded(monkeypatch):
     # As if the CPU were a device to wait for.
     monkeypatch.setattr("amp_patch.support.device_sync.waits", lambda device: True)
     arrived = False
-    monkeypatch.setattr("amp_patch.training.stash.DeviceSkip.here", lambda self: arrived)
+    monkeypatch.setattr("amp_patch.support.device_sync.DeviceNumbers.here", lambda self: arrived)
     with amp.record() as run:
         model, optimizer = started(optimizer=lambda params: torch.optim.SGD(params, lr=0.0, fused=True))
         for step in range(4):
