@@ -100,7 +100,7 @@ class FusedNovoGrad(FusedOptimizer):
     State: `exp_avg` (FP32; in Apex it has the parameters' type). The count of steps is `group["step"]`. The norms are
     `group["exp_avg_sq"]`, a list of two tensors. In Apex these have the norms of the float16 and of the float32
     parameters. Here the first is empty, and the second has one norm for each parameter of the group, so that parameters
-    may change their type or have no gradient. A state in Apex's form is converted.
+    may change their type or have no gradient. A state of Apex's is accepted if it has this form.
     """
 
     computed_with = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging")
@@ -166,33 +166,22 @@ class FusedNovoGrad(FusedOptimizer):
                 )
 
     def _norms(self, group: Group) -> Tensor:
-        """Return the group's norms, one element for each parameter. Make them, or convert Apex's form, if needed."""
+        """Return the group's norms, one element for each parameter; make them if there are none."""
         params = group["params"]
-        stored = group.get("exp_avg_sq")
         device = params[0].device if params else None
-        if stored is not None:
-            low, full = stored
-            if not low.numel() and full.numel() == len(params) and device in (None, full.device):
-                return full
-        dtype = torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
-        norms = torch.zeros(len(params), dtype=dtype, device=device)
-        if stored is not None:
-            for position, norm in zip(self._owners(group, low, full), torch.cat([low, full.to(low)]), strict=True):
-                norms[position] = norm
-        group["exp_avg_sq"] = [norms.new_empty(0), norms]
-        return norms
-
-    def _owners(self, group: Group, low: Tensor, full: Tensor) -> list[int]:
-        """Return the indices of the parameters whose norms are in `low`, then `full`: the parameters with state."""
-        stepped = [(i, p) for i, p in enumerate(group["params"]) if self.state.get(p)]
-        halves = [i for i, p in stepped if p.dtype is not wide(p.dtype)]
-        others = [i for i, p in stepped if p.dtype is wide(p.dtype)]
-        if (len(halves), len(others)) == (low.numel(), full.numel()):
-            return halves + others
-        if not (low.numel() and full.numel()) and low.numel() + full.numel() == len(stepped):
-            return [i for i, _ in stepped]  # all parameters had one type when the norms were stored: the group's order
-        raise RuntimeError(
-            f"FusedNovoGrad.step: group['exp_avg_sq'] has {low.numel()} norms of low-precision and {full.numel()} of "
-            f"other parameters, the group has {len(halves)} and {len(others)} that have stepped: load the checkpoint "
-            "into the parameters, and at the opt_level, that it was saved with"
-        )
+        if "exp_avg_sq" not in group:
+            dtype = torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
+            norms = torch.zeros(len(params), dtype=dtype, device=device)
+            group["exp_avg_sq"] = [norms.new_empty(0), norms]
+        low, full = group["exp_avg_sq"]
+        if low.numel() or full.numel() != len(params):
+            raise RuntimeError(
+                f"FusedNovoGrad.step: group['exp_avg_sq'] has {low.numel()} norms of low-precision and {full.numel()} "
+                f"of other parameters, and the group {len(params)} parameters; wanted no norm of the first kind and "
+                "one of the second for each parameter, as this FusedNovoGrad saves them, and Apex's saves them for "
+                "FP32 parameters that have all stepped (O0 to O2)"
+            )
+        if full.device != (device or full.device):
+            full = full.to(device)
+            group["exp_avg_sq"] = [low, full]
+        return full
