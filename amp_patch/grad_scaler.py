@@ -18,7 +18,6 @@ from amp_patch.masters.gradients import FoundInf, gather
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
-from amp_patch.support.devices import by_device
 from amp_patch.support.reach import reach_of
 from amp_patch.support.words import of_class
 from amp_patch.training.innermost import innermost
@@ -360,13 +359,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._everywhere(found, inv_scale.device)
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
-        params = (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
-        grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params]
-        real = ((torch.view_as_real(grad) if grad.is_complex() else grad,) for grad in grads)
-        found: FoundInf = {}
-        for device, (tensors,) in by_device(real).items():
-            found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            multi_tensor.multi_tensor_check_finite(tensors, found[device])
+        found = gather([(param, param) for group in optimizer.param_groups for param in group["params"]], 1.0)
         if self._scale is not None:
             found = self._everywhere(found, self._scale.device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found

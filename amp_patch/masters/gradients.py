@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +66,6 @@ class Aside(NamedTuple):
         return Aside(param, total, rest)
 
 
-_NONE: Mapping[Tensor, Aside] = MappingProxyType({})
-
-
 def take(param: Tensor) -> Aside | None:
     """Set the gradient of `param` aside: remove it from `param` and return it; None if there is none."""
     grad = own_grad(param)
@@ -95,7 +91,7 @@ def gather(
     pairs: Iterable[tuple[Tensor, Tensor]],
     inverse: Number | None,
     *,
-    aside: Mapping[Tensor, Aside] = _NONE,
+    aside: Mapping[Tensor, Aside] | None = None,
 ) -> FoundInf:
     """Turn scaled gradients of parameters into unscaled gradients of their masters, in one fused pass; no sync.
 

@@ -339,27 +339,20 @@ def load(param: Tensor, link: Record, value: Tensor) -> None:
 class ModelLinks:
     """The records of one model's parameters. The list is rebuilt after any parameter has got or lost a master."""
 
-    __slots__ = ("_changes", "_records", "_versions", "model")
+    __slots__ = ("_changes", "_links", "model")
 
     def __init__(self) -> None:
         self.model: weakref.ref[nn.Module] | None = None  # None for a copy that was never copied
         self._changes = -1
-        self._records: list[Record] = []
-        self._versions: Any = None
+        self._links: LinkList | None = None
 
     def publish_written(self, model: nn.Module) -> None:
         """Publish the masters of `model` written since the last `publish`; no sync with the device."""
         if self._changes != _changes and not vars(model).get("_is_replica"):  # DataParallel's, which shares this object
-            links = links_of(dict.fromkeys(model.parameters()))
-            self._records = links.records
-            self._versions = links.versions if links else None
-            self._changes = _changes
-        if self._versions is None or not self._versions.written():
-            return
-        with closed_master.lock, torch.inference_mode(False):
-            written = self._versions.written()  # asked again, because another thread may have published them meanwhile
-            found = [(record.param(), record) for record in (self._records[index] for index in written)]
-            publish(LinkList((param, record) for param, record in found if param is not None))
+            self._links, self._changes = links_of(dict.fromkeys(model.parameters())) or None, _changes
+        if self._links is not None and self._links.versions.written():
+            with torch.inference_mode(False):
+                publish_written(self._links)
 
 
 def _forget(records: dict[int, Record], key: int, reference: weakref.ref[Tensor]) -> None:
