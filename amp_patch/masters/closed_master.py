@@ -125,13 +125,6 @@ class ClosedMaster(Master):
         return {name: value for name, value in super().__getstate__().items() if name not in _ATTRIBUTES}
 
 
-def weight_is(master: Tensor, param: Tensor | None) -> None:
-    """If `master` is stored in compressed form, make `param` its weight, by a weak reference; None: no weight."""
-    if is_closed(master):
-        assert isinstance(master, ClosedMaster)
-        master.weight = (lambda: None) if param is None else weakref.ref(param)
-
-
 def form_of(master: Tensor) -> Form | None:
     """Return the form of a closed master; None for any other tensor, and for a copy."""
     return master.form if type(master) is ClosedMaster else None
@@ -182,7 +175,7 @@ def close(pairs: Iterable[tuple[Tensor, Tensor]], form: Form, *, exact: bool = F
             form.begin(param, master, value)
             del value  # `value` may share the master's memory, which would then not be freed
         master.form = form
-        weight_is(master, param)
+        master.weight = weakref.ref(param)
         with _raw():
             _note_open(master)
         _close(master)

@@ -29,7 +29,6 @@ from amp_patch.masters.record import Record, SavedVersion, SavedVersions
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.devices import by_device
 from amp_patch.support.patches import Installation
-from amp_patch.support.tensor_content import Again, hook_swaps, release_in_swaps
 
 Result = TypeVar("Result")
 
@@ -115,32 +114,11 @@ def connect(param: Tensor, master: Tensor) -> Record:
         record.version = SavedVersion(master)
         if isinstance(master, Master):
             master.record = weakref.ref(record)
-        _hold(param, record)
+        key = id(param)
+        record.param = weakref.ref(param, functools.partial(_forget, _records, key))
+        _records[key] = record
         _changes += 1
-        hook_swaps()
     return record
-
-
-def _hold(param: Tensor, record: Record) -> None:
-    key = id(param)
-    record.param = weakref.ref(param, functools.partial(_forget, _records, key))
-    _records[key] = record
-
-
-@release_in_swaps
-def _let_go(param: Tensor) -> Again | None:
-    """Remove the record of `param` while torch swaps the tensor's content; return the function that restores it."""
-    record = _records.pop(id(param), None)
-    if record is None:
-        return None
-    record.param = type(None)  # frees the weak reference: torch refuses to swap a tensor that has one
-    closed_master.weight_is(record.master, None)
-
-    def again() -> None:
-        _hold(param, record)
-        closed_master.weight_is(record.master, param)
-
-    return again
 
 
 def disconnect(param: Tensor) -> None:

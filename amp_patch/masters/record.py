@@ -110,7 +110,7 @@ class Record:
     def __init__(self, master: Tensor) -> None:
         self.master = master
         self.param: Callable[[], Tensor | None] = type(None)
-        self.version: Any = None  # a `SavedVersion` of a parameter would make torch refuse to swap the parameter
+        self.version: Any = None
         self.memory = Recycled()
         self.route, self.is_routed = Route(), False
         self.waiting: Deferring | None = None

@@ -29,7 +29,7 @@ from amp_patch.model.tensors import was_changed
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import flat_rnn
 from amp_patch.support.interrupts import whole
-from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_data
+from amp_patch.support.tensor_content import set_data
 
 if TYPE_CHECKING:
     from amp_patch.model.of_model import ModelState
@@ -41,14 +41,6 @@ _trained = WeakIdKeyDictionary()  # copied parameters that a copied optimizer ho
 _wide = WeakIdKeyDictionary()  # parameter made FP32 -> (all such parameters of its model, types by name)
 
 _Place = tuple[dict[str, Any], str, Any]  # a dictionary, a name in the dictionary, the value that a cast replaced
-
-
-@release_in_swaps
-def _forget(param: Tensor) -> None:
-    # Drop its entries: `_trained` and `_wide` serve one deepcopy or load, which is over when user code swaps a tensor.
-    _trained.pop(param, None)
-    model, _ = _wide.pop(param, ([], None))
-    model.clear()
 
 
 def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtype], list[Exact]]:
@@ -84,7 +76,6 @@ def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
     If the optimizer was copied with the model, and before the model, the weights stay low precision, as a copied
     optimizer requires: `types` is cleared.
     """
-    hook_swaps()
     if any(param in _trained for param, _, _ in weights):
         types.clear()
         return
@@ -102,7 +93,6 @@ def narrow(params: Iterable[Tensor]) -> list[Tensor]:
         The parameters of these models that were FP32 by `widen`, and are low precision now.
     """
     narrowed = []
-    hook_swaps()
     for param in params:
         _trained[param] = True
         model, types = _wide.get(param, ((), {}))

@@ -22,7 +22,6 @@ from amp_patch.model.buffers import Owned
 from amp_patch.policy import LOW_PRECISION, STOCHASTIC, Policy
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.quantized import is_quantized
-from amp_patch.support.tensor_content import hook_swaps, release_in_swaps
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Original types, from before the first `initialize`
@@ -41,9 +40,8 @@ def note_type(param: Tensor, dtype: torch.dtype | None) -> None:
     """Record the original type of `param`; None removes the record."""
     if dtype is None:
         _params.pop(param, None)
-        return
-    hook_swaps()
-    _params[param] = dtype
+    else:
+        _params[param] = dtype
 
 
 def copied(model: nn.Module, _: Any) -> tuple[Callable[[Any, Any], None], Any] | None:
@@ -69,12 +67,6 @@ def forget_types() -> None:
     """Forget the original types of all parameters and buffers, at `amp.restore()`."""
     _params.clear()
     _buffers.clear()
-
-
-@release_in_swaps
-def _release(param: Tensor) -> Any:
-    dtype = _params.pop(param, None)
-    return None if dtype is None else lambda: note_type(param, dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ Files, the first one to read first:
 - `fsdp.py`: queries about modules that torch's `fully_shard` (FSDP2) has sharded: their parameters and unreduced
   gradients
 - `flat_rnn.py`: weights of recurrent networks in one block
-- `tensor_content.py`: hooks and weak references when the content is replaced
+- `tensor_content.py`: hooks when the content is replaced
 - `forward_hook.py`: hooks that call a callback when a model's forward begins, for compiled models too
 - `imports.py`: callbacks for later imports
 - `held_names.py`: replacement of a function in all places that hold it

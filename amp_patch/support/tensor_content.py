@@ -1,30 +1,18 @@
-"""Replacement of a tensor's content without the loss of its autograd hooks, and despite weak references to it.
+"""Replacement of a tensor's content without the loss of its autograd hooks.
 
-Hooks. Horovod and similar libraries register hooks on a parameter's AccumulateGrad node. If the dtype of a parameter
+Horovod and similar libraries register hooks on a parameter's AccumulateGrad node. If the dtype of a parameter
 changes, torch makes a new node, and drops the old one and its hooks without a message. `set_data` moves these hooks to
 the new node. Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) survive without help. Hooks
 that C++ registered on the node are not visible here: around/ddp.py makes new ones for DistributedDataParallel.
-
-Weak references. `torch.utils.swap_tensors` refuses a tensor that has weak references, and several files of amp_patch
-hold such references to parameters. Each registers a function with `release_in_swaps` that releases them during a swap.
-(torch swaps parameters in `module.to(...)` and `load_state_dict` if a script has called
-`torch.__future__.set_swap_module_params_on_conversion(True)`.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-
-from amp_patch.support.compiled import wraps
-from amp_patch.support.patches import Installation, Patches
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hooks on the accumulation node
 
 _KINDS = ("register_prehook", "register_hook")
 
@@ -87,40 +75,3 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
         if values:
             found.append((register, hooks))
     return found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Weak references
-
-Again = Callable[[], Any]
-# Releases weak references to a tensor; returns a function that makes them again. None: the holder has no references.
-Holder = Callable[[Tensor], Again | None]
-
-_holders: list[Holder] = []
-_installation = Installation()
-
-
-def release_in_swaps(holder: Holder) -> Holder:
-    """Decorate a `Holder`, which each swap calls first, for both tensors. `hook_swaps` must have been called."""
-    _holders.append(holder)
-    return holder
-
-
-def hook_swaps() -> None:
-    """Patch `torch.utils.swap_tensors` to call the holders; idempotent."""
-    _installation.install(_replace)
-
-
-def _replace(patches: Patches) -> None:
-    swap = torch.utils.swap_tensors
-
-    @wraps(swap)
-    def swap_tensors(t1: Any, t2: Any) -> None:
-        released = [again for tensor in (t1, t2) for holder in _holders if (again := holder(tensor)) is not None]
-        try:
-            swap(t1, t2)
-        finally:
-            for again in released:
-                again()
-
-    patches.set(torch.utils, "swap_tensors", swap_tensors)
