@@ -180,14 +180,11 @@ class Step:
         materialize(filter(has_gradient, masters))
         if (closure := self._closure()) is None:
             return
-        stepped: list[Tensor] = []
 
         def followed(*args: Any, **kwargs: Any) -> Any:
-            for master in stepped:  # fused kernels do not count writes: a second call would use old weights
+            for master in filter(has_gradient, masters):  # fused kernels count no writes: a second call needs this
                 torch.autograd.graph.increment_version(master)
-            result = closure(*args, **kwargs)
-            stepped[:] = filter(has_gradient, masters)
-            return result
+            return closure(*args, **kwargs)
 
         self._replace_closure(followed)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +22,9 @@ from amp_patch import environment
 from amp_patch.policy import Policy
 from amp_patch.support.distributed import stateful
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.tree import same
 from amp_patch.training.step import Plain, plain_step, trusted_steps
-from amp_patch.ways.partial_step import PartialStep, Written
+from amp_patch.ways.partial_step import PartialStep, PortionsDisagreeError
 
 Group = dict[str, Any]
 OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
@@ -133,17 +134,34 @@ def stepping(optimizer: Any, plain: Plain) -> Iterator[Callable[[Group, list[Ten
     if not is_registered(base_class(optimizer)):
         yield lambda group, masters: plain(PartialStep(optimizer, [(group, masters)]).shell)
         return
-    written = Written()
+    # (group, settings) and (attributes, attributes), until the end: each portion begins with the values from before.
+    written: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def step_some(group: Group, masters: list[Tensor]) -> None:
         partial = PartialStep(optimizer, [(group, masters)])
         plain(partial.shell)
-        written.note(partial)
+        for owner, entries in partial.written():
+            earlier = next((known for its, known in written if its is owner), None)
+            if earlier is None:
+                written.append((owner, entries))
+            elif not same(earlier, entries):
+                _refuse(optimizer, "optimizer" if owner is vars(optimizer) else "group", earlier, entries)
 
     try:
         yield step_some
         for group in optimizer.param_groups:
-            if not written.has(group):
+            if all(owner is not group for owner, _ in written):
                 step_some(group, group["params"])  # none has a gradient, but the class may count the step
     finally:
-        written.write_back(optimizer)
+        for owner, entries in written:
+            owner.update(entries)
+
+
+def _refuse(optimizer: Any, where: str, before: dict[str, Any], now: dict[str, Any]) -> NoReturn:
+    name = next(name for name in [*before, *now] if not same(before.get(name), now.get(name)))
+    kind = base_class(optimizer).__name__
+    raise PortionsDisagreeError(
+        f"{kind}.step: {kind} was registered by register_per_parameter_optimizer, but its step has left {name!r} of "
+        f"the {where} at {before.get(name)} with some parameters and at {now.get(name)} with others: it does not step "
+        "each parameter by itself. Some parameters are stepped: go back to a checkpoint, and leave the registration out"
+    )
