@@ -17,6 +17,7 @@ from torch import Tensor
 from amp_patch.masters.grad_field import with_gradient
 from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
+from amp_patch.policy import STOCHASTIC
 from amp_patch.support import device_sync, distributed
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import joints
@@ -41,8 +42,7 @@ def decide(optimizer: Optimizer, stash: Stash, is_capturing: bool, may_skip: boo
         RuntimeError: a CUDA graph is being captured, where the host cannot read, and the optimizer cannot skip on the
             device.
     """
-    at_random = (form := stash.master_form) is not None and not form.is_exact
-    on_device = may_skip and (is_capturing or not (stash.last_skipped or at_random))
+    on_device = may_skip and (is_capturing or not (stash.last_skipped or stash.policy.master_weights == STOCHASTIC))
     if on_device and _knows_of_each(optimizer, stash):
         flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
         overflow = flags.amax()

@@ -86,7 +86,12 @@ def scale_loss(
             stashes.append(stash)
     if not targets:
         return nullcontext(loss)
-    scaler = _checked_scaler(loss, stashes, loss_id)
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else of_class(loss)
+        raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
+    for stash in stashes:
+        refuse_sharded_since(stash.neighbours.siblings.unsharded, "scale_loss")
+    scaler = scaler_of(stashes[0], loss_id).to(loss.device)
     for target, stash in zip(targets, stashes, strict=True):
         stash.masters.of_groups(target.param_groups)  # first, because changed groups may add to `before_backward`
         for prepare in stash.neighbours.before_backward:
@@ -97,16 +102,6 @@ def scale_loss(
     return (ScaledBackward if alone else joints.shared_backward[0])(
         loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
     )
-
-
-def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler:
-    """Return the scaler of `loss`, moved to the loss's device; raise if `scale_loss` cannot take its arguments."""
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else of_class(loss)
-        raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
-    for stash in stashes:
-        refuse_sharded_since(stash.neighbours.siblings.unsharded, "scale_loss")
-    return scaler_of(stashes[0], loss_id).to(loss.device)
 
 
 def refuse_sharded_since(models: Iterable[weakref.ref[nn.Module]], caller: str) -> None:

@@ -95,19 +95,18 @@ class ScaledBackward:
         if self.loss is None:
             raise RuntimeError("scale_loss: this context manager was entered before; call scale_loss for each backward")
         try:
-            return self._enter()
+            return self._enter(self.loss)
         except BaseException:
             self.close()
             raise
 
-    def _enter(self) -> Tensor:
+    def _enter(self, loss: Tensor) -> Tensor:
         self.now = Pending(self.scaler)
         self.scale, self.checking, self.inverse = self.now.scale, self.now.checking, self.now.inverse()
         self.begin()
         self._casts = regions.process_wide_region(self.stashes[0].policy)
         self._casts.__enter__()
-        loss, self.loss = self.loss, None  # without this, `self` would keep the graph of the loss alive
-        assert loss is not None
+        self.loss = None  # otherwise `self` would keep the graph of the loss alive
         if observers.present:
             observers.tell("loss_scaled", self, loss)
         if self.now.scaling:

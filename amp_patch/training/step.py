@@ -144,8 +144,15 @@ class Step:
         try:
             if self._no_casts is not None:
                 self._no_casts.__exit__()
+            if self._made and self._may_skip and self.overflow is None:
+                overflow.note_stepped(optimizer, stash)
             if self._made or self.skipped:
-                self._finish()
+                casts_state.drop_cache()  # casts may be stale: fully_shard gathers new values under the old version
+                consume(stash)
+                if self._made and self.unpublished is not None:
+                    publish(self.unpublished)  # if the device has skipped the step, this writes the same values again
+                if self._made and not (stash.neighbours.has_stepped or device_sync.is_capturing()):
+                    stash.neighbours.has_stepped = True
             elif self.writes:
                 is_stepped = self.stepped or bool(self.links.versions.written())
                 publish_written(self.links)
@@ -156,17 +163,6 @@ class Step:
                 vars(optimizer).pop("grad_scale", None)
                 vars(optimizer).pop("found_inf", None)
             stash.step = self._claim = None
-
-    def _finish(self) -> None:
-        stash = self.stash
-        if self._made and self._may_skip and self.overflow is None:
-            overflow.note_stepped(self.optimizer, stash)
-        casts_state.drop_cache()  # casts may be stale: fully_shard gathers new values under the old version
-        consume(stash)
-        if self._made and self.unpublished is not None:
-            publish(self.unpublished)  # if the device has skipped the step, this writes the same values again
-        if self._made and not stash.neighbours.has_stepped and not device_sync.is_capturing():
-            stash.neighbours.has_stepped = True
 
     def take_closure(self) -> Any:
         """Drop the user's arguments: the inner step gets none. Return a `ClosureAlreadyRun`'s result, or None."""
