@@ -34,7 +34,6 @@ import amp_patch.apex
 from amp_patch.environment import BANNED, LEVEL, METHODS, asked_level, named_level
 from amp_patch.run import no_cuda
 from amp_patch.run.run_summary import RunSummary, told
-from amp_patch.run.unedited import ipex
 from amp_patch.run.unedited.processes import tell
 from amp_patch.run.unedited.script import UneditedScript
 from amp_patch.training import observers
@@ -164,12 +163,11 @@ def at_asked_level(by: str = f"{LEVEL}=") -> Iterator[None]:
 
 
 def begin(device: str | None) -> None:
-    """Install amp_patch's apex and its stand-in for IPEX, here and in all processes that multiprocessing starts here.
+    """Install amp_patch's apex, here and in all processes that multiprocessing starts here.
 
     With a `device`, calls for CUDA use it (the folder no_cuda).
     """
     amp_patch.apex.install()
-    ipex.install()
     if device is not None:
         no_cuda.install(device)
     original = multiprocessing.spawn.get_preparation_data
@@ -237,6 +235,9 @@ def _report(
     hook(kind, error, traceback)
     if wanted_cuda(str(error)):
         print("amp_patch: to try this script on the CPU: python -m amp_patch run --device cpu ...", file=sys.stderr)
+    if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("intel_extension_for_pytorch"):
+        way_out = "leave its lines out and run the script with --level O5+split (BF16), or O2 (FP16)"
+        print(f"amp_patch: Intel archived IPEX, and amp_patch does not replace it: {way_out}", file=sys.stderr)
 
 
 class _Call:

@@ -227,3 +227,16 @@ def test_a_script_without_a_gpu_fails_with_a_hint_at_device_cpu(tmp_path):
     (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(2, 2).cuda()\n")
     ((_, errors, code),) = run_each(tmp_path, [(["train.py"], {})], ENVIRONMENT)
     assert code == 1 and errors.splitlines()[-1].endswith("python -m amp_patch run --device cpu ...")
+
+
+def test_a_script_of_ipex_fails_with_the_level_that_replaces_it(tmp_path):
+    (tmp_path / "train.py").write_text("import intel_extension_for_pytorch as ipex\nipex.optimize\n")
+    (tmp_path / "guarded.py").write_text(
+        "try:\n    import intel_extension_for_pytorch\nexcept ImportError:\n    print(1)\n"
+    )
+    (_, errors, code), guarded = run_each(tmp_path, [(["train.py"], {}), (["guarded.py"], {})], ENVIRONMENT)
+    assert code == 1 and "No module named 'intel_extension_for_pytorch'" in errors
+    assert errors.splitlines()[-1].endswith(
+        "leave its lines out and run the script with --level O5+split (BF16), or O2 (FP16)"
+    )
+    assert guarded == ["1\n", "", 0]

@@ -18,5 +18,4 @@ Files:
 - `exports.py`: exports of a model in training
 - `handmade.py`: updates without an optimizer
 - `processes.py`: child processes, and memory that processes share
-- `ipex.py`: a stand-in for Intel's extension, whose `optimize` chooses the level
 """

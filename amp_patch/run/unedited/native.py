@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,6 @@ class NativePrecision:
         self.kept = kept
         self._applies = applies
         self.seen = False
-        self._left = weakref.WeakSet[torch.amp.GradScaler]()  # enabled, because `applies` was False
 
     def install(self, patches: Patches) -> None:
         """Replace methods of torch's autocast and GradScaler, until `patches` are removed."""
@@ -79,16 +77,10 @@ class NativePrecision:
             if scaler._enabled and self._applies():
                 self.seen = True
                 if not self.kept:
-                    _disable(scaler)
-            elif scaler._enabled:
-                self._left.add(scaler)
+                    scaler._enabled = False
+                    setattr(scaler, _DISABLED, True)
 
         return make
-
-    def disable_scalers(self) -> None:
-        """Disable the GradScalers that were constructed while `applies` returned False."""
-        for scaler in self._left:
-            _disable(scaler)
 
     def note_scaled(self, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
         """Store `loss`, which a GradScaler has multiplied by `scale`, with the result `scaled`, for `before_scaling`.
@@ -103,11 +95,6 @@ def before_scaling(loss: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return (unscaled loss, scale) of a loss that a GradScaler has scaled; for any other loss, (`loss`, None)."""
     found: tuple[Tensor, Tensor | None] = vars(loss).get(_SCALED, (loss, None))
     return found
-
-
-def _disable(scaler: Any) -> None:
-    scaler._enabled = False
-    setattr(scaler, _DISABLED, True)
 
 
 def is_disabled(scaler: Any) -> bool:
