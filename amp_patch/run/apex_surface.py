@@ -15,13 +15,8 @@ DIFFERENCES = {
     "applied",
     r"apex\.amp\.initialize\(\)\.patch_torch_functions_type": "ROCm's; by name only; with dtype=torch.bfloat16 O1 "
     "takes torch.bfloat16",
-    r"apex\.amp\.initialize\(\)\.(dynamic_init_scale|scale_(growth_factor|backoff_factor|window))": "Huawei's; by name "
-    "only; the start too lies between min_loss_scale and max_loss_scale",
-    r"apex\.amp\.initialize\(\)\.combine_ddp": "Huawei's; by name only; needs no combine_grad, and works at every "
-    "level; gradients are sent after the backward pass, not during it",
-    r"apex\.amp\.initialize\(\)\.(combine_grad|ddp_replica_count|user_cast_preferred|check_combined_tensors)": ""
-    "Huawei's; without effect, which the log says: gradients are unscaled in one pass, and a registered function has "
-    "the registered rule alone, in any case",
+    r"apex\.amp\.initialize\(\)\.combine_ddp": "Huawei's, the only one of its arguments; by name only; needs no "
+    "combine_grad, and works at every level; gradients are sent after the backward pass, not during it",
     r"apex\.amp\.scale_loss": "where gradients add up, only the first overflow before a step moves the scale; a static "
     "one skips steps too",
     r"apex\.amp\.disable_casts": "acts on its own thread only; works at every level",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import os
@@ -15,14 +14,11 @@ import pytest
 import torch
 from apexed import (
     apex_amp,  # noqa: F401
-    backward_by,
     make,
 )
 from paths import ROOT
 from torch import nn
 from training import linear, mm_dtype
-
-from amp_patch.training.training import scalers_of
 
 INF = float("inf")
 
@@ -96,59 +92,18 @@ def test_edits_of_the_bf16_lists_act_in_bf16(amp, monkeypatch, level, acts):
     assert mm_dtype() is (torch.float32 if acts else torch.float16)
 
 
-# --- Huawei: the loss scale ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_scale_starts_and_moves_by_its_arguments(amp, level):
-    model, optimizer = make(
-        amp,
-        level,
-        dynamic_init_scale=64,
-        scale_growth_factor=4.0,
-        scale_backoff_factor="0.25",
-        scale_window=2,
-        max_loss_scale=512.0,
-        num_losses=2,
-    )
-    seen = []
-    for slope in (INF, 1.0, 1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        optimizer.zero_grad()
-        backward_by(amp, model, optimizer, slope, loss_id=1)
-        optimizer.step()
-        scaler = amp._amp_state.loss_scalers[1]
-        seen.append((scaler.loss_scale(), scaler._unskipped))
-    assert seen[:6] == [(16.0, 0), (16.0, 1), (64.0, 0), (64.0, 1), (16.0, 0), (16.0, 1)]
-    assert seen[6:] == [(64.0, 0), (64.0, 1), (256.0, 0), (256.0, 1), (512.0, 0)]  # its cap
-    assert amp._amp_state.loss_scalers[0].loss_scale() == 64.0
-    assert set(amp.state_dict()["loss_scaler0"]) == {"loss_scale", "unskipped"}
-    copied = scalers_of(copy.deepcopy(optimizer), "a test")[1]
-    assert (copied.growth_factor, copied.backoff_factor, copied.growth_interval) == (4.0, 0.25, 2)
-
-
-def test_a_separate_scaler_takes_huawei_s_factors(amp):
-    scaler = amp.scaler.LossScaler("dynamic", 16.0, scale_window=1, scale_growth_factor=8.0, scale_backoff_factor=0.125)
-    scaler.update_scale()
-    assert scaler.loss_scale() == 128.0
-    scaler._overflow_buf.fill_(1)
-    assert scaler.update_scale() is True and scaler.loss_scale() == 16.0
+# --- Huawei: combine_ddp ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"dynamic_init_scale": 0}, ValueError, "dynamic_init_scale is 0"),
-        ({"dynamic_init_scale": "many"}, ValueError, "dynamic_init_scale is 'many'"),
-        ({"scale_growth_factor": 0.5}, ValueError, "scale_growth_factor is 0.5; wanted a number from 1 up"),
-        ({"scale_growth_factor": INF}, ValueError, "scale_growth_factor is inf"),
-        ({"scale_backoff_factor": 1.0}, ValueError, "scale_backoff_factor is 1.0; wanted a number between 0 and 1"),
-        ({"scale_backoff_factor": None}, ValueError, "scale_backoff_factor is None"),
-        ({"scale_window": 0}, ValueError, "scale_window is 0; wanted a positive integer"),
-        ({"scale_window": True}, ValueError, "scale_window is True"),
-        ({"combine_grad": "perhaps"}, TypeError, "combine_grad is 'perhaps'"),
-        ({"user_cast_preferred": 3}, TypeError, "user_cast_preferred is 3"),
-        ({"ddp_replica_count": 0}, ValueError, "ddp_replica_count is 0"),
-        ({"combine_grad": True, "combine_ddp": True}, RuntimeError, "combine_ddp=True .*no process group"),
+        ({"combine_ddp": "perhaps"}, TypeError, "combine_ddp is 'perhaps'"),
+        ({"combine_ddp": True}, RuntimeError, "combine_ddp=True .*no process group"),
+        *(
+            ({name: 1}, TypeError, f"there is no argument '{name}'")
+            for name in ("combine_grad", "dynamic_init_scale", "scale_window", "user_cast_preferred")
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_and_nothing_changed(amp, options, error, words):
@@ -157,22 +112,6 @@ def test_a_value_that_cannot_be_is_refused_and_nothing_changed(amp, options, err
     with pytest.raises(error, match=f"initialize: {words}"):
         amp.initialize(model, optimizer, opt_level="O2", **options)
     assert type(model) is nn.Linear and model.weight.dtype is torch.float32
-
-
-def test_arguments_without_effect_are_reported_and_read(amp, capsys):
-    model = linear([[1.0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    options = {"combine_grad": True, "check_combined_tensors": "True", "ddp_replica_count": 8}
-    amp.initialize(model, optimizer, **options, user_cast_preferred=True)
-    said = [line for line in capsys.readouterr().out.splitlines() if "without effect here" in line]
-    assert len(said) == 1 and all(f"{name}=" in said[0] for name in (*options, "user_cast_preferred"))
-    assert "combine_ddp" not in said[0] and amp._amp_state.opt_properties.combine_grad is True
-    assert amp._amp_state.opt_properties.ddp_replica_count == 8
-    amp.initialize(linear([[1.0]]), combine_ddp=False)
-    assert "without effect" not in capsys.readouterr().out
-
-
-# --- Huawei: combine_ddp ---------------------------------------------------------------------------------------------
 
 
 def _combined(level, slopes, **options):
@@ -201,13 +140,13 @@ def _combined(level, slopes, **options):
 def test_combine_ddp_averages_gradients_and_starts_from_rank_0(ranks, level):
     steps = [[(1.0, 3.0)], [(2.0, 0.0)], [(1.0, 0.0), (0.0, 1.0)]]
     expected = [(0.5, 0.0), (0.25, 0.0), (0.0, 0.0)]
-    first, second = ranks(_combined, level, steps, dynamic_init_scale=8.0)
+    first, second = ranks(_combined, level, steps, max_loss_scale=8.0)
     assert first == second and first[0] == expected and first[1] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_with_combine_ddp_an_overflow_of_one_process_is_skipped_by_all(ranks, level):
-    first, second = ranks(_combined, level, [[(1.0, 3.0)], [(1.0, INF)], [(1.0, 1.0)]], dynamic_init_scale=8.0)
+    first, second = ranks(_combined, level, [[(1.0, 3.0)], [(1.0, INF)], [(1.0, 1.0)]], max_loss_scale=8.0)
     assert first == second and first[0] == [(0.5, 0.0), (0.5, 0.0), (0.25, 0.0)] and first[2] == 4.0
 
 

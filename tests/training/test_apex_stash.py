@@ -205,11 +205,7 @@ def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, master
         "keep_batchnorm_fp32": keep,
         "master_weights": masters,
         "loss_scale": scale,
-        "combine_grad": None,
         "combine_ddp": None,
-        "ddp_replica_count": 4,
-        "user_cast_preferred": None,
-        "check_combined_tensors": None,
     }
     assert properties.options == options
     assert {name: getattr(properties, name) for name in options} == options

@@ -39,7 +39,6 @@ def init(
     allow_banned: bool = False,
     *,
     patch_type: Any = None,
-    user_cast_preferred: Any = None,
 ) -> AmpHandle | NoOpHandle:
     """Turn the casts of O1 on for the whole process, without a model (the API before `initialize`).
 
@@ -51,7 +50,6 @@ def init(
         enable_caching, verbose: see `AmpHandle`.
         allow_banned: run functions without a safe FP16 form in FP32 instead of refusing them.
         patch_type: ROCm's argument: the low-precision type of the casts, a dtype or its name. None: torch.float16.
-        user_cast_preferred: Huawei's argument, ignored: a registered function follows its registered rule.
 
     Returns:
         The handle. `wrap_optimizer(optimizer, num_loss=1)` adds a loss scale; `_deactivate()` turns the casts off.

@@ -47,7 +47,7 @@ class Properties:
     Setting an option to a value that contradicts the level raises RuntimeError (see `warn_or_err`).
 
     Source: Apex's class of this name, with its options and its order of constraints. `patch_torch_functions_type` is
-    ROCm's option. The options after `loss_scale` are Huawei's.
+    ROCm's option, `combine_ddp` Huawei's.
     """
 
     options: dict[str, Any]
@@ -62,7 +62,7 @@ class Properties:
             "keep_batchnorm_fp32": None,
             "master_weights": None,
             "loss_scale": 1.0,
-            **_forks.SWITCHES,
+            "combine_ddp": None,
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -174,15 +174,7 @@ def initialize(
     process_group: Any = None,
     methods: tuple[str, ...] = (),
     patch_torch_functions_type: torch.dtype | str | None = None,
-    dynamic_init_scale: float = Policy.init_scale,
-    scale_growth_factor: float = Policy.growth_factor,
-    scale_backoff_factor: float = Policy.backoff_factor,
-    scale_window: int = Policy.growth_interval,
-    combine_grad: bool | str | None = None,
     combine_ddp: bool | str | None = None,
-    ddp_replica_count: int = 4,
-    user_cast_preferred: bool | str | None = None,
-    check_combined_tensors: bool | str | None = None,
 ) -> Any:
     """Do `amp_patch.initialize` with Apex's arguments; the models and optimizers get Apex's private names too.
 
@@ -192,14 +184,8 @@ def initialize(
     Args:
         patch_torch_functions_type: ROCm's argument: the low-precision type of O1's and O4's casts, a dtype or its name.
             It must equal the type of the level or of `dtype`.
-        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window: Huawei's arguments: the initial
-            dynamic scale, its factors at growth and at an overflow, and the number of consecutive clean backward passes
-            before it grows. A static scale ignores them.
         combine_ddp: Huawei's argument, for a model without DistributedDataParallel, at every level: broadcast the
             parameters from rank 0 now, and average the gradients over all ranks at the end of each `scale_loss` body.
-        combine_grad, ddp_replica_count, user_cast_preferred, check_combined_tensors: Huawei's arguments, without
-            effect: gradients are always unscaled in one pass, and registered functions always follow their rule. A
-            message says so.
 
     Raises:
         RuntimeError: an option contradicts the level (with `_amp_state.hard_override` it is reported and ignored
@@ -215,12 +201,11 @@ def initialize(
     _refuse_fp16_optimizers(optimizers)
     opt_level, given = without_rungs(opt_level, Options.of(arguments))
     options = _without_contradictions(opt_level, vars(given), patch_torch_functions_type)
-    moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
-    chosen = _forks.switches(arguments)
-    policy = _resolved(opt_level, options, moves)
+    combines = _forks.combines(combine_ddp)
+    policy = _resolved(opt_level, options)
     register_edits(policy.dtype)
     out = initialize_as(dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods)
-    _present_newest_training(verbosity, min_loss_scale, max_loss_scale, chosen)
+    _present_newest_training(verbosity, min_loss_scale, max_loss_scale, combines)
     return out
 
 
@@ -249,10 +234,10 @@ def _without_contradictions(opt_level: str, options: dict[str, Any], patched_typ
     return kept
 
 
-def _resolved(opt_level: str, options: dict[str, Any], moves: dict[str, Any]) -> Policy:
+def _resolved(opt_level: str, options: dict[str, Any]) -> Policy:
     """Return the policy of a level with `options` and Apex's op lists. The environment overrides level and options."""
     opt_level, given = overridden(opt_level, Options(**options))
-    policy = replace(resolve(opt_level, given), op_lists="apex", **moves)
+    policy = replace(resolve(opt_level, given), op_lists="apex")
     if given.cast_model_type is False:
         # `cast_model_type=False`: weights keep their type. FP16 and BF16 weights get masters all the same.
         policy = replace(policy, cast_model_type=None)
@@ -260,24 +245,23 @@ def _resolved(opt_level: str, options: dict[str, Any], moves: dict[str, Any]) ->
 
 
 def _present_newest_training(
-    verbosity: int, min_loss_scale: float | None, max_loss_scale: float, switches: dict[str, Any]
+    verbosity: int, min_loss_scale: float | None, max_loss_scale: float, combines: bool | None
 ) -> None:
-    """Make `_amp_state` and the stashes describe the newest training, print its policy, and act on its switches."""
+    """Make `_amp_state` and the stashes describe the newest training, and print its policy."""
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     training = newest_training()
     assert training is not None
     _amp_state.opt_properties = properties = _describe(training.policy, Properties())
-    properties.options.update(switches)
+    properties.options.update(combine_ddp=combines)
     _amp_state.handle = AmpHandle(training.policy.loss_scale, verbose=verbosity == 2, training=training)
     targets = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
     for optimizer in targets:
         stash: Any = stash_of(optimizer)
         stash.properties = properties
-    if switches["combine_ddp"]:
+    if combines:
         _forks.broadcast([model for ref in training.models if (model := ref()) is not None], targets)
     maybe_print(f"amp_patch (apex.amp): {training.policy}", rank0=True)
-    _forks.say_what_has_no_effect(switches)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
