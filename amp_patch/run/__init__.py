@@ -5,7 +5,6 @@ Files:
 - `run.py`: the command `run`
 - `run_summary.py`: its last line
 - `check.py`: the command `check`: the names of Apex that files use
-- `check_fp32.py`: whether `compare` would accept an FP32 script
 - `check_run.py`: `check --run`: the survey of a script's first step
 - `apex_served.py`: the status of a name of Apex
 - `apex_surface.py`: differences from Apex, as data

@@ -19,11 +19,10 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from amp_patch.run import apex_served, apex_surface, check_fp32, no_cuda
+from amp_patch.run import apex_served, apex_surface, no_cuda
 from amp_patch.run.apex_served import DIFFERS, MISSING, SERVED, Finding, finding, imported
 from amp_patch.run.check_run import check_run
 
@@ -44,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """list the names of Apex and of torch's mixed precision that files use, without running them; for an FP32 script,
-    say whether `compare` accepts it; exit code 1 if a name of Apex is missing, 2 if a file cannot be read"""
+    """list the names of Apex and of torch's mixed precision that files use, without running them; exit code 1 if a name
+    of Apex is missing, 2 if a file cannot be read"""
     if args.run:
         check_run(args.paths[0], args.paths[1:], args.json, args.device, args.module, args.after)
     if args.module:
@@ -55,13 +54,11 @@ def check(args: argparse.Namespace) -> None:
     uses, errors = read(paths)
     findings = [finding(name, places) for name, places in sorted(uses.items())]
     natives = native(paths)
-    fp32 = None if findings or natives else check_fp32.trained(_readable(paths))
     if args.json:
         names = {"names": [asdict(found) for found in findings], "native": [asdict(found) for found in natives]}
-        print(json.dumps({**names, **({} if fp32 is None else {"fp32": asdict(fp32)}), "errors": errors}, indent=2))
+        print(json.dumps({**names, "errors": errors}, indent=2))
     else:
-        lines = [] if fp32 is None else [*check_fp32.report(fp32)]
-        print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives), *lines]))
+        print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives)]))
     sys.exit(2 if errors else int(any(found.status == MISSING for found in findings)))
 
 
@@ -129,13 +126,6 @@ def _files(paths: list[Path]) -> Iterator[Path]:
             hidden = any(part.startswith(".") or part == "site-packages" for part in found.relative_to(path).parts)
             if found.suffix in (".py", ".ipynb") and found.is_file() and not hidden:
                 yield found
-
-
-def _readable(paths: list[Path]) -> Iterator[tuple[str, ast.AST]]:
-    """Yield (prefix of places, syntax tree) as `_trees`, for all files. A file that cannot be parsed is skipped."""
-    for path in _files(paths):
-        with suppress(OSError, SyntaxError, ValueError):
-            yield from _trees(path)
 
 
 def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
@@ -284,7 +274,7 @@ def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
 def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> Iterator[str]:
     """Yield the lines of the report on Apex: missing names first, then names with differences, then the others.
 
-    If there are no names, the report is "no names of Apex", or with `quiet` nothing.
+    If there are no names, the report is one line that says so, or with `quiet` nothing.
     """
     statuses = [found.status for found in findings]
     for found in sorted(findings, key=lambda found: (MISSING, DIFFERS, SERVED).index(found.status)):
@@ -296,7 +286,7 @@ def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> I
         served = f"{len(findings) - missing} served, {differs} of them with differences"
         yield f"{len(findings)} names of Apex: {served}, {missing} missing"
     elif not quiet:
-        yield "no names of Apex"
+        yield "no names of Apex; for an FP32 script, check --run names the lines that a level would break"
 
 
 def native_report(natives: list[Native]) -> Iterator[str]:

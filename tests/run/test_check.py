@@ -283,16 +283,6 @@ def test_a_notebook_is_refused_with_its_conversion(command, tmp_path, capsys, mo
     assert ("amp.compare(train)" in said) is (command == ["compare"])
 
 
-def test_check_says_how_to_compare_a_notebook(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code = "import torch\noptimizer = torch.optim.SGD(p, lr=1)\nloss.backward()"
-    Path("nb.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": code}]}))
-    with pytest.raises(SystemExit):
-        main(["check", "nb.ipynb"])
-    said = capsys.readouterr().out
-    assert "jupyter nbconvert --to script nb.ipynb" in said and "python -m amp_patch compare nb.py trains" in said
-
-
 def test_check_reads_the_code_cells_of_notebooks(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": "from apex import amp"},
@@ -343,3 +333,11 @@ def test_each_public_name_is_on_the_page_on_apex():
     }
     assert len(public) > 100
     assert not {name for name in public - set(page()) if id(apex_served.resolve(name)) not in objects}
+
+
+def test_check_of_an_fp32_script_points_to_the_check_that_runs_it(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1)).backward()\n")
+    with pytest.raises(SystemExit) as end:
+        main(["check", str(path)])
+    assert end.value.code == 0 and "for an FP32 script, check --run" in capsys.readouterr().out
