@@ -25,7 +25,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(needed, name="torch") from None
 
 from torch.amp import is_autocast_available
-from torch.nn import Module
 
 from amp_patch import amp, cpu, cuda, multi_tensor
 from amp_patch.around.fsdp import fsdp_policy
@@ -46,7 +45,6 @@ from amp_patch.frontend import (
     master_params,
     restore,
     state_dict,
-    verbose_subscribers,
 )
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copies import fp32_copy
@@ -131,14 +129,6 @@ if not TYPE_CHECKING:  # a type checker has the names of `_LAZY` from imports ab
         module = importlib.import_module(_LAZY[name])
         value = globals()[name] = module if name == "graph" else getattr(module, name)
         return value
-
-
-def _explain_at_next_forward(model: Module) -> None:
-    """Make `explain` report the model's next forward, for `verbosity=2`. Only this imports the module of `explain`."""
-    importlib.import_module("amp_patch.diagnose.explain").at_next_forward(model)
-
-
-verbose_subscribers.append(_explain_at_next_forward)
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("amp_patch")
 guests.enter()
-
-# Called with each model of an `initialize` with a verbosity of 2 or more.
-verbose_subscribers: list[Callable[[nn.Module], None]] = []
 
 
 # Only two overloads: for one wrong keyword mypy prints all overloads, a page of arguments each.
@@ -142,8 +139,8 @@ def initialize(
             distance (at the same levels; shards must be bfloat16). `state_dict` contains the seed.
         cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else unchanged.
         num_losses: the number of losses with their own scale; `scale_loss(loss_id=...)` selects one.
-        verbosity: 0 silences messages about overflow (logger "amp_patch"; only rank 0 logs). 2: the next forward of
-            each model prints which calls ran in which type, and why (`explain`).
+        verbosity: 0 silences messages about overflow (logger "amp_patch"; only rank 0 logs). Apex's 2 is 1:
+            `explain` shows which calls run in which type.
         min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
         dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 by default; also
             by name ("bfloat16"). At O6 and O7 the format of products: "fp8" (default; E4M3, a scale for each row),
@@ -258,10 +255,6 @@ def initialize_as(
         joints.tell(joints.wrapped, optimizer)
     for option, value in checked:
         option.enter(targets, value)
-    if int(verbosity) > 1:
-        for subscriber in verbose_subscribers:
-            for model in model_list:
-                subscriber(model)
     return _apex_form(models, optimizers)
 
 

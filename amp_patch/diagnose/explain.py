@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,21 +25,17 @@ from amp_patch.model.kept_module import KeptModule
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import uncompiled
-from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Patches
 
 
-def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None:
+def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     """Report the resolved policy of `model` and, for one forward, each function with its types::
 
         print(amp.explain(model, images))
 
-    With inputs, `model(*inputs, **kwargs)` runs once without gradients, in the model's present mode (train or eval),
-    and the result is an `Explanation`. Compiled code runs eagerly. Hooks of the model are called. Buffers and the
-    states of the random generators are restored.
-
-    Without inputs, nothing runs now. The next forward of the model prints its explanation to stdout on rank 0; later
-    forwards do not. `initialize(..., verbosity=2)` does the same. A forward that torch.compile runs is skipped.
+    `model(*inputs, **kwargs)` runs once without gradients, in the model's present mode (train or eval), and the result
+    is an `Explanation`. Compiled code runs eagerly. Hooks of the model are called. Buffers and the states of the random
+    generators are restored.
 
     The forward computes the same bits as any other. It takes longer, and does not sync. While it runs, torch's
     functions are replaced in the whole process. A function that the script imported by name after `initialize` (`from
@@ -56,18 +51,9 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
     """
     distributed.refuse(model, "explain")
     model = uncompiled(model)
-    if not inputs and not kwargs:
-        at_next_forward(model)
-        return None
     with torch.no_grad(), state_restored(model), _explaining(model) as explanation:
         model(*inputs, **kwargs)
     return explanation
-
-
-def at_next_forward(model: nn.Module) -> None:
-    """Make the next forward of `model` print its explanation."""
-    if not any(isinstance(hook, _AtNextForward) for hook in model._forward_pre_hooks.values()):
-        _AtNextForward(model)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,50 +81,6 @@ def _explaining(model: nn.Module) -> Iterator[Explanation]:
             yield log.explanation
         finally:
             log.stop()
-
-
-class _AtNextForward:
-    """A forward pre-hook for one forward: removes itself, and starts the log that `_Printing` prints."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.handle = model.register_forward_pre_hook(self)
-
-    def __call__(self, model: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if _of_thread.explains:  # a forward inside of one that is being explained
-            self.handle.remove()
-        elif _one_at_a_time.acquire(blocking=False):
-            self.handle.remove()
-            _Printing(model)
-
-
-class _Printing:
-    """The forward hook that ends the log which `_AtNextForward` has started, and prints its explanation on rank 0.
-
-    If the forward raised an exception, nothing is printed.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.type_log = model, _TypeLog(model)
-        self.found = sys.exc_info()[1]  # the exception, if any, that the caller is handling: no error of this forward
-        self.handle = model.register_forward_hook(self, always_call=True)
-        try:
-            self.type_log.start()
-        except BaseException:
-            self.end()
-            raise
-
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        if model is self.model:  # the replicas of DataParallel share their hooks
-            self.end()
-            if sys.exc_info()[1] is self.found and is_first_rank():
-                print(self.type_log.explanation)
-
-    def end(self) -> None:
-        self.handle.remove()
-        self.type_log.stop()
-        _one_at_a_time.release()
 
 
 class _TypeLog(CallLog):

@@ -261,29 +261,21 @@ def whole(level, **options):
 
 
 @crossed({"level": training.LEVELS, "training_mode": [True, False]}, meet=1)
-def test_explain_changes_no_number_of_a_forward(wrappers, level, training_mode, capsys):
+def test_explain_changes_no_number_of_a_forward(wrappers, level, training_mode):
     model, x = whole(level).train(training_mode), training.images(0)[0]
     state, random = training.weights(model), torch.random.get_rng_state()
-    before = namespace()
+    before, state_dict = namespace(), copy.deepcopy(model.state_dict())
     assert explain(model, x).calls
     assert training.same(state, training.weights(model)) and torch.equal(random, torch.random.get_rng_state())
     assert unchanged(before)
-
-    def outputs():
+    outputs = []
+    model.register_forward_hook(lambda *call: outputs.append(call[-1].detach()))
+    for call in (model, lambda x: explain(model, x), model):
         torch.manual_seed(1)
-        with torch.set_grad_enabled(training_mode):
-            return [model(x).detach(), *training.weights(model)]
-
-    copied = copy.deepcopy(model.state_dict())
-    plain = outputs()
-    model.load_state_dict(copied)
-    explain(model)
-    assert training.same(plain, outputs())
-    assert "decided by" in capsys.readouterr().out
-    model.load_state_dict(copied)
-    assert training.same(plain, outputs())
-    assert capsys.readouterr().out == ""
-    assert unchanged(before)
+        model.load_state_dict(copy.deepcopy(state_dict))
+        with torch.no_grad():
+            call(x)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 class Fails(nn.Module):
@@ -299,56 +291,19 @@ class Fails(nn.Module):
         return x.softmax(-1)
 
 
-def test_explain_leaves_no_hook_after_an_exception(wrappers, capsys):
+def test_explain_leaves_no_hook_after_an_exception(wrappers):
     model = initialize(Fails(), opt_level="O4")
     before = namespace()
     with pytest.raises(ArithmeticError):
         explain(model, torch.ones(1, 2))
     assert unchanged(before)
-    explain(model)
-    with pytest.raises(ArithmeticError):
-        model(torch.ones(1, 2))
-    assert unchanged(before)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert capsys.readouterr().out == ""
     model.fail = False
     assert len(explain(model, torch.ones(1, 2)).calls) == 2
-    try:
-        raise KeyError
-    except KeyError:  # the caller handles an exception, which must not count as one of the model
-        explain(model)
-        model(torch.ones(1, 2))
-    assert "softmax" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Forms
-
-
-def test_verbosity_2_explains_each_model_once(capsys, amp):
-    for start in (initialize, amp.initialize):
-        one, other = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
-        start([one, other], opt_level="O4", verbosity=2)
-        capsys.readouterr()
-        one(torch.ones(1, 2))
-        assert capsys.readouterr().out.count("decided by") == 1
-        for count in (1, 0):
-            other(torch.ones(1, 2))
-            assert capsys.readouterr().out.count("decided by") == count
-        for verbosity in (0, 1, True, False):
-            start(one, opt_level="O4", verbosity=verbosity)
-            capsys.readouterr()
-            one(torch.ones(1, 2))
-            assert "decided by" not in capsys.readouterr().out
-
-
-def test_verbosity_2_explains_a_part_only_with_its_whole(capsys):
-    whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    initialize([whole, whole[0]], opt_level="O4", verbosity=2)
-    whole(torch.ones(1, 2))
-    whole[0](torch.ones(1, 2))
-    assert capsys.readouterr().out.count("decided by") == 1
-    assert not any(module._forward_pre_hooks for module in whole.modules())
 
 
 def test_the_table_of_explain_shows_whole_names_and_merges_equal_calls():
@@ -417,8 +372,7 @@ def test_explain_finds_the_policy_of_a_wrapped_model(wrappers):
 
 @pytest.mark.slow
 def test_explain_runs_a_compiled_model_eagerly_and_keeps_its_graph(capsys):
-    """With inputs, explain runs the compiled model eagerly. Without, it skips it. Either way there is one graph."""
-    model = initialize(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), opt_level="O4", cpu_half="native", verbosity=2)
+    model = initialize(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), opt_level="O4", cpu_half="native")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     given = torch.ones(1, 2)
     plain = compiled(given)

@@ -30,7 +30,7 @@ import torch, amp_patch
 assert not loaded(), loaded()
 amp_patch.initialize(torch.nn.Linear(2, 2))
 assert not loaded(), loaded()
-amp_patch.initialize(torch.nn.Linear(2, 2), verbosity=2)
+amp_patch.explain(torch.nn.Linear(2, 2), torch.ones(2))
 assert "amp_patch.diagnose.explain" in loaded()
 """
     subprocess.run([sys.executable, "-c", LOADED + code], check=True)
