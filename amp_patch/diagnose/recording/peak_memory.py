@@ -44,16 +44,6 @@ class PeakMemory:
             if (peak := self._since_reset(kind)) is not None:
                 self._banked[kind] = max(peak, self._banked.get(kind, 0))
 
-    def restart(self) -> None:
-        """Forget the peak until now. On a CPU the next peak is still relative to the process's size at construction."""
-        _reset()
-        self._banked.clear()
-
-    def held(self) -> int | None:
-        """Return the growth of the process since construction, in bytes; None if the system does not report it."""
-        now = _status("VmRSS")
-        return None if now is None or self._resident is None else max(0, now - self._resident)
-
     def read(self, device: str) -> int | None:
         """Return the peak in bytes: for "cuda" of the allocated memory, for "cpu" of the process's growth.
 

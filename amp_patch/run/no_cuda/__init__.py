@@ -35,7 +35,6 @@ from functools import partial
 
 import torch
 
-from amp_patch.diagnose.recording.peak_memory import PeakMemory
 from amp_patch.run.machine import accelerators
 from amp_patch.run.no_cuda import devices, machine
 from amp_patch.run.no_cuda.autocast import redirect_autocast
@@ -81,7 +80,6 @@ def install(target: str = "cpu") -> None:
 
 def _redirect(target: str, patches: Patches) -> None:
     patches.set(devices, "target", target)
-    patches.set(machine, "peak", PeakMemory())
     for redirect in _REDIRECTIONS:
         redirect(patches)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch
 
-from amp_patch.diagnose.recording.peak_memory import PeakMemory
 from amp_patch.run.no_cuda import devices
 from amp_patch.support.patches import Patches
 
@@ -24,8 +21,6 @@ NAME = "CPU as CUDA (amp_patch)"
 # Versions of CUDA, cuDNN and NCCL that a CPU build of torch then reports: scripts split torch.version.cuda at import. A
 # CUDA build keeps its own.
 CUDA, CUDNN, NCCL = "12.4", 90100, (2, 21, 5)
-
-peak: PeakMemory | None = None  # set between install and uninstall
 
 
 class Stream:
@@ -113,48 +108,6 @@ def _rng_state() -> torch.Tensor:
     return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
-def _held(*_: Any, **__: Any) -> int:
-    """Return the bytes by which this process has grown since `install`; 0 if the system does not report its size."""
-    return _or_warn(None if peak is None else peak.held())
-
-
-def _most_held(*_: Any, **__: Any) -> int:
-    """Return the largest growth of this process in bytes, since `install` or the script's last reset of the peak."""
-    return _or_warn(None if peak is None else peak.read("cpu"))
-
-
-def _reset_peak(*_: Any, **__: Any) -> None:
-    if peak is not None:
-        peak.restart()
-
-
-def _or_warn(number: int | None) -> int:
-    if number is None:
-        _warn_that_memory_is_unknown()
-    return number or 0
-
-
-@functools.cache
-def _warn_that_memory_is_unknown() -> None:
-    print("amp_patch: torch.cuda's memory is 0: this system does not report the memory of a process", file=sys.stderr)
-
-
-def _memory_stats(*_: Any, **__: Any) -> Counter[str]:
-    """Return the growth of this process in bytes under the names of torch.cuda.memory_stats().
-
-    A statistic that a CPU does not have is absent. Reading it gives 0, because the result is a Counter.
-    """
-    told = Counter[str]()
-    for kind in ("allocated", "active", "reserved"):
-        told[f"{kind}_bytes.all.current"], told[f"{kind}_bytes.all.peak"] = _held(), _most_held()
-    return told
-
-
-def _memory_summary(*_: Any, **__: Any) -> str:
-    mib = 2**20
-    return f"{NAME}: the process has grown by {_held() // mib} MiB, at most by {_most_held() // mib} MiB"
-
-
 def _synchronize(device: Any = None) -> None:
     if devices.target != "cpu":
         getattr(torch, devices.target).synchronize()
@@ -180,6 +133,8 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
     (
         0,
         "current_device current_blas_handle get_sync_debug_mode initial_seed "
+        "memory_allocated memory_reserved memory_cached device_memory_used "
+        "max_memory_allocated max_memory_reserved max_memory_cached "
         "memory_usage utilization temperature power_draw clock_rate "
         "nvtx.range_push nvtx.range_pop nvtx.range_start",
     ),
@@ -187,21 +142,19 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
         None,
         "init set_device empty_cache ipc_collect set_stream set_sync_debug_mode "
         "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all reset_accumulated_memory_stats "
+        "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
         "set_per_process_memory_fraction nvtx.mark nvtx.range_end profiler.init profiler.start profiler.stop",
     ),
     (_synchronize, "synchronize"),
     ("", "list_gpu_processes"),
-    (_held, "memory_allocated memory_reserved memory_cached device_memory_used"),
-    (_most_held, "max_memory_allocated max_memory_reserved max_memory_cached"),
-    (_reset_peak, "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached"),
     (1.0, "get_per_process_memory_fraction"),
     (NAME, "get_device_name"),
     (CAPABILITY, "get_device_capability"),
     (NCCL, "nccl.version"),
     (_properties, "get_device_properties"),
     (lambda *_: (_free_memory(), _memory()), "mem_get_info"),
-    (_memory_stats, "memory_stats"),
-    (_memory_summary, "memory_summary"),
+    (lambda *_, **__: Counter(), "memory_stats"),
+    (f"{NAME}: no memory of CUDA", "memory_summary"),
     (lambda *_: [], "get_arch_list memory_snapshot"),
     (lambda *_: _rng_state(), "get_rng_state"),
     (lambda *_: [_rng_state()], "get_rng_state_all"),
