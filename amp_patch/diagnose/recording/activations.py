@@ -21,7 +21,6 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from amp_patch.casts.upcast import check_version
-from amp_patch.diagnose.recording.peak_memory import growth_of
 from amp_patch.diagnose.recording.run import Event
 from amp_patch.support import distributed, tree
 from amp_patch.support.patches import Patches
@@ -105,10 +104,9 @@ class WeighedStep:
     Args:
         at_rest: tensors that live between steps and may be saved: parameters and buffers.
         step: the number of steps before this one.
-        cuda: the device whose allocator's peak is read too; None without CUDA.
     """
 
-    def __init__(self, at_rest: Iterable[Tensor], step: int, cuda: torch.device | None) -> None:
+    def __init__(self, at_rest: Iterable[Tensor], step: int) -> None:
         self._step = step
         self._bytes = SavedBytes()
         self._bytes.leave_out(at_rest)
@@ -126,7 +124,6 @@ class WeighedStep:
             disable = _torch._saved_tensors_hooks_disable
             self._patches.set(_torch, "_saved_tensors_hooks_disable", self._before(disable))
             self._patches.set(_checkpoint, "_VersionWrapper", self._see_and_wrap(_checkpoint._VersionWrapper))
-        self._peak = growth_of(cuda) if cuda is not None else None
 
     def leave_out_inputs(self, args: Any, kwargs: Any) -> None:
         """Do not count inputs of a forward that no autograd function made, such as the batch: all levels hold them."""
@@ -137,12 +134,7 @@ class WeighedStep:
         """End the count, and return the "memory" event."""
         whole = self._whole
         self.abandon()
-        return {
-            "event": "memory",
-            "step": self._step,
-            "activations": self._bytes.peak if whole else None,
-            "step_peak": None if self._peak is None else self._peak(),
-        }
+        return {"event": "memory", "step": self._step, "activations": self._bytes.peak if whole else None}
 
     def abandon(self) -> None:
         """End the count. Saved-tensor hooks that other code has pushed since the construction stay."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,13 +63,6 @@ class PeakMemory:
         if peak is None or self._before is None or peak == self._before:
             return None  # the peak is from before the construction, and the peak since then is not known
         return peak - self._before
-
-
-def growth_of(device: torch.device) -> Callable[[], int]:
-    """Return a function that reads the largest growth of a CUDA device's allocated memory from now on, in bytes."""
-    _reset()
-    rest = torch.cuda.memory_allocated(device)
-    return lambda: max(0, torch.cuda.max_memory_allocated(device) - rest)
 
 
 _measuring: weakref.WeakSet[PeakMemory] = weakref.WeakSet()

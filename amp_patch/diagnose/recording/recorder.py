@@ -168,7 +168,6 @@ class Recorder(observers.Observer):
         self._sizes = Sizes(self._adopted)
         self._measure_after = 1
         self._ended = False
-        self._sizes_given: list[int] = []
         self._looks = SingleSteps(self._inspect, self._weigh_after, self._outbox.put)
         self._updates = SampledUpdates()
         self._peak = PeakMemory()
@@ -198,8 +197,7 @@ class Recorder(observers.Observer):
         self._looks.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
-        sizes = {**self._sizes.bytes, "given": self._sizes_given}
-        self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
+        self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
 
     def close(self, *events: Event) -> None:
         """Send `events` to the sinks, after the "end" event, and close the sinks. Does nothing in a fork."""
@@ -268,7 +266,6 @@ class Recorder(observers.Observer):
             self._looks.forward_begins(args, kwargs)
             # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
             sizes = sizes_of(args, kwargs)
-            self._sizes_given = self._sizes_given or sizes
             known = -len(sizes) <= self._batch_dim < len(sizes)
             self._clock.step.unclaimed_samples = sizes[self._batch_dim] if known else 0
 
@@ -390,7 +387,7 @@ class Recorder(observers.Observer):
             if models := own or [m for training in self._adopted for m in alive(training.models)]:
                 self._looks.inspect(models[0], optimizer, self.steps, self._peak)
         else:
-            self._looks.weigh(self._sizes.at_rest, self.steps, self._clock.cuda)
+            self._looks.weigh(self._sizes.at_rest, self.steps)
 
     # Events for the sinks.
 

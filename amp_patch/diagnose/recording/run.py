@@ -104,14 +104,12 @@ class Run:
         skipped: whether an overflow made the optimizer skip the step.
         samples: the size of the model's first input tensor in its first dimension (or in `batch_dim` of the recorder),
             summed over the micro-batches; 0 if unknown.
-        given: the shape of that tensor in the first step.
         weights, masters, gradients, state: the bytes of the model's parameters, of the masters that have memory of
             their own, of all gradients at the end of a step's backward, and of the optimizer's state.
         activations: the peak of the bytes that autograd saved for the backward of one step (the third, or the last of
             fewer), with each storage counted once. Parameters, buffers and the model's inputs are not counted. None if
             other saved-tensor hooks are around the loop, the step uses torch.func, a CUDA graph is replayed, there was
             only one step, or torch is older than 2.8.
-        step_peak: on CUDA, the largest growth of the allocated memory within that step.
         peak_memory: on CUDA, the peak of the allocated memory; on a CPU, the largest growth of the process (its
             resident set) since the recording began. None if the system does not report it.
         other_work: the share of all cores that other work took while the run trained; 0 if it took little.
@@ -145,13 +143,11 @@ class Run:
     scale: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    given: list[int] = field(default_factory=list)
     weights: int = 0
     masters: int = 0
     gradients: int = 0
     state: int = 0
     activations: int | None = None
-    step_peak: int | None = None
     peak_memory: int | None = None
     other_work: float = 0.0
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -248,7 +244,7 @@ class Run:
         elif kind == "updates":
             self.updates.append(Updates(**event))
         elif kind == "memory":
-            self.activations, self.step_peak = event["activations"], event["step_peak"]
+            self.activations = event["activations"]
         elif kind == "modules":
             self.modules += [name for name in event["names"] if name not in self.modules]
         elif kind == "note":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from amp_patch.diagnose.recording.activations import WeighedStep
@@ -64,17 +63,16 @@ class SingleSteps:
             peak.resume()
             self._put({"event": "note", "text": str(error)})
 
-    def weigh(self, at_rest: Callable[[], Iterable[Tensor]], steps: int, cuda: torch.device | None) -> None:
+    def weigh(self, at_rest: Callable[[], Iterable[Tensor]], steps: int) -> None:
         """Count the bytes that autograd saves in the step that begins now, if it is the one to count.
 
         It is if `steps`, the number of steps before it, is `weigh_after`. Otherwise do nothing.
 
         Args:
             at_rest: returns the tensors to leave out: those that live between steps.
-            cuda: the device whose allocated memory is measured too; None without CUDA.
         """
         if steps == self._weigh_after:
-            self._look = WeighedStep(at_rest(), steps, cuda)
+            self._look = WeighedStep(at_rest(), steps)
 
     @eager_only
     def end(self) -> None:

@@ -52,7 +52,7 @@ events = st.lists(
             dtype=st.sampled_from(["float16", "bfloat16"]),
             counts=st.dictionaries(words, st.lists(counts, min_size=2, max_size=2), max_size=2),
         ),
-        of_kind("memory", activations=st.none() | counts, step_peak=st.none() | counts),
+        of_kind("memory", activations=st.none() | counts),
         of_kind("modules", names=st.lists(words, max_size=3)),
         of_kind("note", text=words),
         of_kind("end", **sizes),
