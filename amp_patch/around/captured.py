@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from amp_patch.masters.masters import has_gradient
 from amp_patch.support import device_sync
 from amp_patch.support.generated_class import base_class
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.scripts_line import warn
 from amp_patch.training.stash import Stash
 
 
@@ -29,12 +28,11 @@ def check(optimizer: Any, stash: Stash) -> None:
         lr = group.get("lr")
         on_device = isinstance(lr, Tensor) and device_sync.waits(lr.device)
         if "initial_lr" in group and not on_device:  # torch's schedulers leave `initial_lr` in the group
-            warnings.warn(
+            warn(
                 f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and the learning rate of "
                 f"group {index}, which has a scheduler, is a number of the host: every replay uses its "
                 f"current value, {float(lr)}; make it a tensor on the device (lr=torch.tensor(...)) if the optimizer "
-                "takes one, or capture again after each change",
-                stacklevel=stacklevel(),
+                "takes one, or capture again after each change"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from amp_patch.casts.state import is_plain_eager
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.device_sync import DeviceNumbers, is_capturing
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.scripts_line import warn
 
 # Names of autograd's nodes, in three classes. A node of `_MOVES` changes no value. A node of `_MAKES_EXACT` may make an
 # exact 0 or 1 (a mask, a clamp). A node of `_ROUNDS` gives an exact 0 or 1 only by rounding in low precision.
@@ -54,12 +53,11 @@ def look(probabilities: Any) -> None:
         if _asked.pop(0).read()[0] and not _told:
             _told = True
             _asked.clear()
-            warnings.warn(
+            warn(
                 "binary_cross_entropy: some probabilities are exactly 0 or 1, to which low precision has rounded a "
                 "sigmoid; the gradient of a wrong one is 0 or NaN, so that it is never learned. Drop the sigmoid "
                 "from the model and use binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss), or apply "
-                "torch.sigmoid to the model's output, which is FP32, or take O1 or O4 with allow_banned=True",
-                stacklevel=stacklevel(),
+                "torch.sigmoid to the model's output, which is FP32, or take O1 or O4 with allow_banned=True"
             )
 
 

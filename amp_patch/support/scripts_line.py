@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,12 +22,12 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def stacklevel() -> int:
-    """Return the `stacklevel` by which the caller's warning names the innermost line outside torch and amp_patch."""
-    frame, level = sys._getframe(1), 1
+def warn(text: str) -> None:
+    """Give a warning that names the innermost line outside torch and amp_patch."""
+    frame, level = sys._getframe(1), 2
     while _package(frame) in _NOT_THE_USERS and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(text, stacklevel=level)
 
 
 def place(frame: FrameType, line: int) -> str | None:

@@ -8,7 +8,6 @@ one. A feature whose values differ by less than that distance becomes constant.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from amp_patch.support import fsdp
 from amp_patch.support.device_sync import is_capturing
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.interrupts import hold_sigint, whole
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.scripts_line import warn
 from amp_patch.support.tree import tensors
 from amp_patch.watch.rounded_features import edges_of, most_rounded
 from amp_patch.watch.tables import warn_of_tables
@@ -135,7 +134,7 @@ class FirstInputs(FirstCalls):
         for each in call.notes.get(_TOLD, ()):
             if each.argument not in self.told and all(each.x is not x for x in taken):
                 self.told.add(each.argument)
-                warnings.warn(each.text, stacklevel=stacklevel())
+                warn(each.text)
 
 
 def choose(model: nn.Module, entry: Entry) -> FirstInputs | None:

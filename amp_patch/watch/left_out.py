@@ -7,7 +7,6 @@ updates are rounded away. Global step hooks of torch.optim look for both while a
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Container, Iterable
 from typing import Any
@@ -22,7 +21,7 @@ from amp_patch.support.compiled import not_traced
 from amp_patch.support.device_sync import is_capturing
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation, Patches
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.scripts_line import warn
 from amp_patch.training.innermost import innermost
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Training
@@ -103,13 +102,12 @@ def _warn_if_left_out(optimizer: Any) -> None:
         if any(id(p) in held and p.dtype is policy.cast_model_type for p in model.parameters()):
             _watches.clear()  # without this, its steps would be reported as an average's writes
             name, level = base_class(optimizer).__name__, policy.opt_level
-            warnings.warn(
+            warn(
                 f"initialize: this {name} was not given to initialize(), which cast the {base_class(model).__name__} "
                 f"that it steps to {policy.cast_model_type} at {level}: small updates are rounded away without FP32 "
                 "masters, and small gradients without a loss scale. Write `model, optimizer = amp.initialize(model, "
                 f"optimizer, opt_level={level!r})` and `with amp.scale_loss(loss, optimizer) as scaled_loss: "
-                "scaled_loss.backward()`",
-                stacklevel=stacklevel(),
+                "scaled_loss.backward()`"
             )
             return
 
@@ -190,9 +188,8 @@ def _outermost(model: nn.Module, weights: Container[int]) -> list[str]:
 
 
 def _warn_of_averages(modules: list[str], dtype: torch.dtype) -> None:
-    warnings.warn(
+    warn(
         f"initialize: the weights of {modules} are {dtype}, no optimizer holds them, and they are written between "
         "steps: an average of weights with a decay near 1 stands still in low precision. "
-        f"initialize(..., keep_fp32={modules}) keeps them FP32",
-        stacklevel=stacklevel(),
+        f"initialize(..., keep_fp32={modules}) keeps them FP32"
     )

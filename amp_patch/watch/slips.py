@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from amp_patch.masters.masters import LinkList, has_gradient
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.reach import reach_of
-from amp_patch.support.scripts_line import frames, stacklevel
+from amp_patch.support.scripts_line import frames, warn
 from amp_patch.training.joints import Optimizer
 from amp_patch.training.scaled_backward import ScaledBackward, refuse_too_late
 from amp_patch.training.stash import Neighbours, Stash, body_events, has_unscaled, known_stash
@@ -79,10 +78,9 @@ def warn_of_other_gradients(params: list[Tensor], before: Sequence[int]) -> None
         before: the indices of the parameters that had a gradient when the body began.
     """
     if len(with_gradient(params)) > len(before):
-        warnings.warn(
+        warn(
             "scale_loss: gradients came in the body, and no backward pass went through the loss that it was given; "
-            f"the exit divides them by the loss scale all the same; {_WRITE}, with that loss",
-            stacklevel=stacklevel(),
+            f"the exit divides them by the loss scale all the same; {_WRITE}, with that loss"
         )
 
 
@@ -91,11 +89,10 @@ def warn_of_dropped(stash: Stash, params: list[Tensor]) -> None:
     if not (left := with_gradient(params)):
         return
     name = stash.names().get(params[left[0]], "a parameter of a later group")
-    warnings.warn(
+    warn(
         f"scale_loss: {name} has a gradient of a backward pass outside of scale_loss"
         f"{f', and so have {len(left) - 1} more' if len(left) > 1 else ''}, which is dropped; if it belongs to this "
-        f"step, {_WRITE} for each backward pass; if not, call optimizer.zero_grad() before",
-        stacklevel=stacklevel(),
+        f"step, {_WRITE} for each backward pass; if not, call optimizer.zero_grad() before"
     )
 
 
@@ -115,10 +112,7 @@ def warn_of_scaled(clipped: Sequence[Tensor]) -> None:
             continue
         known = stash.masters.of_groups(optimizer.param_groups)
         if not {*known.params, *known.masters}.isdisjoint(clipped):
-            warnings.warn(
-                f"clipping: called {where}, where the gradients are multiplied by the loss scale; {way}",
-                stacklevel=stacklevel(),
-            )
+            warn(f"clipping: called {where}, where the gradients are multiplied by the loss scale; {way}")
             return
 
 
@@ -136,10 +130,9 @@ def warn_of_no_scaler_step(optimizer: Optimizer, stash: Stash) -> bool:
     if stash.neighbours in _seen or not _is_scaled_by_scaler(optimizer, stash) or _in_scaler() is not None:
         return False
     _seen.add(stash.neighbours)
-    warnings.warn(
+    warn(
         f"{base_class(optimizer).__name__}.step: a GradScaler has scaled its gradients, and has not unscaled them; "
-        "write `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`",
-        stacklevel=stacklevel(),
+        "write `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`"
     )
     return True
 
@@ -167,10 +160,9 @@ def warn_of_no_body(optimizer: Optimizer, stash: Stash) -> None:
     own = [param for param, master in stash.masters.pairs(optimizer.param_groups) if param is master]
     if _in_scaler() is None and with_gradient(own):
         _seen.add(stash.neighbours)
-        warnings.warn(
+        warn(
             f"{base_class(optimizer).__name__}.step: its gradients came through no scale_loss, so that small ones of "
-            f"FP16 are lost and none was checked; {_WRITE}",
-            stacklevel=stacklevel(),
+            f"FP16 are lost and none was checked; {_WRITE}"
         )
 
 
@@ -206,10 +198,9 @@ class OtherBackwards:
     def warn(self) -> None:
         """Warn if the hooks of `watch` have noted a backward pass: the exit divides its gradients by the scale too."""
         if self._found:
-            warnings.warn(
+            warn(
                 "scale_loss: a backward pass in the body went past the scaled loss, and the exit divides its gradients "
-                "by the loss scale too; add the losses, or give each a scale_loss of its own",
-                stacklevel=stacklevel(),
+                "by the loss scale too; add the losses, or give each a scale_loss of its own"
             )
 
 
@@ -232,12 +223,11 @@ def warn_of_untrained(body: ScaledBackward) -> None:
         names = stashes[0].names()
         named = [names.get(leaf, f"a parameter of shape {list(leaf.shape)}") for leaf in others]
         held = " and ".join(base_class(optimizer).__name__ for optimizer in body.optimizers)
-        warnings.warn(
+        warn(
             f"scale_loss: the loss depends on no parameter of {held}, whose step will change nothing; its gradients "
             f"went to {', '.join(named[:4])}"
             f"{f' and {len(named) - 4} more' if len(named) > 4 else ''}: give scale_loss the optimizer of those, or "
-            "make the optimizer of the parameters of the model that you train, after it was copied or loaded",
-            stacklevel=stacklevel(),
+            "make the optimizer of the parameters of the model that you train, after it was copied or loaded"
         )
 
 
@@ -308,9 +298,8 @@ def _warn_of_ungathered(optimizer: Optimizer, stash: Stash, links: LinkList) -> 
         return
     named = [name for name, _, record in stash.named(optimizer.param_groups) if record in strays]
     if named:
-        warnings.warn(
+        warn(
             f"{base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
             f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
-            "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
-            stacklevel=stacklevel(),
+            "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`"
         )

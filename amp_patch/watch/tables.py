@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from amp_patch.model.buffers import EXACT
 from amp_patch.support.generated_class import base_class
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.scripts_line import warn
 
 _PHASE = 0.5  # radians; a smaller error is not warned about
 
@@ -43,12 +42,11 @@ def warn_of_tables(model: nn.Module, inputs: Iterable[Tensor]) -> bool:
     if found:
         paths = sorted({path for _, path in found.values() if path})
         modules = f", keep_fp32={paths} the modules that own them" if paths else ""
-        warnings.warn(
+        warn(
             f"initialize: it cast the buffers {list(found)} of {base_class(model).__name__}, which look like "
             f"frequencies of sinusoids: at positions up to {last}, angles are off by up to "
             f"{max(off for off, _ in found.values()):.2g} radians. keep_fp32='buffers' keeps buffers FP32{modules}; "
-            "a module with buffers and no parameters stays FP32 without an option",
-            stacklevel=stacklevel(),
+            "a module with buffers and no parameters stays FP32 without an option"
         )
     return bool(found)
 

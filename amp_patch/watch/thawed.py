@@ -7,7 +7,6 @@ loads of that optimizer and the loads of models, and makes the master. If no opt
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from amp_patch.model.tensors import before_load
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.scripts_line import warn
 from amp_patch.training import joints
 from amp_patch.training.optimizer import widen
 from amp_patch.training.stash import Neighbours, Stash, enabled_stash, known_stash, note_sharing
@@ -196,9 +195,8 @@ def _held(optimizers: list[Any]) -> set[int]:
 
 
 def _warn_of_thawed(optimizer: Any, names: list[str]) -> None:
-    warnings.warn(
+    warn(
         f"{base_class(optimizer).__name__}.step: {names[0]!r} was frozen at initialize(), has a gradient now"
         f"{f' (so have {len(names) - 1} more)' if len(names) > 1 else ''}, and is in no optimizer, so that nothing "
-        "trains it: call optimizer.add_param_group({'params': ...}) where its requires_grad is set",
-        stacklevel=stacklevel(),
+        "trains it: call optimizer.add_param_group({'params': ...}) where its requires_grad is set"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from amp_patch.model.joints import Call, Entry, ForwardGuest
-from amp_patch.support.scripts_line import stacklevel
+from amp_patch.support.scripts_line import warn
 
 _BEFORE = "buffers before the forward"  # in `Call.notes`
 
@@ -61,11 +60,10 @@ class WrittenBuffers(ForwardGuest):
         kept = f"keep_fp32={modules} keeps their modules FP32, and a" if modules else "A"
         _, module, name = self.owned[0]
         dtype = getattr(getattr(module(), name, None), "dtype", "low precision")
-        warnings.warn(
+        warn(
             f"initialize: each forward writes the buffers {names}, which are {dtype}: in this type a running average "
             f"with a decay near 1 stops changing, as a counter does after a few hundred steps. {kept} separate module "
-            "with buffers and no parameters stays FP32 without an option",
-            stacklevel=stacklevel(),
+            "with buffers and no parameters stays FP32 without an option"
         )
 
     @staticmethod
