@@ -77,8 +77,7 @@ def imported(node: ast.AST) -> Iterator[Import]:
                 yield Import(alias.asname or alias.name, path, path)
                 continue
             yield Import("*", path, path)
-            natives = apex_surface.NATIVE if node.module in apex_surface.NATIVE_MODULES else ()
-            for name in getattr(modules().get(node.module), "__all__", natives):
+            for name in getattr(modules().get(node.module), "__all__", ()):
                 yield Import(name, f"{node.module}.{name}", path)
 
 

@@ -56,15 +56,3 @@ DIFFERENCES = {
     "leaves the update in them",
     r"amp_C\.\w+": "a product that overflows on its cast raises the flag too",
 }
-
-# torch's own mixed precision, for scripts that never used Apex: amp_patch has the same names under its own package.
-NATIVE_MODULES = ("torch.amp", "torch.cuda.amp", "torch.cpu.amp")
-NATIVE = {
-    "autocast": "the casts of O1, by CUDA's op lists on every device; inside it torch.is_autocast_enabled(), which "
-    "reports torch's own autocast, is False",
-    "GradScaler": "takes half gradients too; no gradient at all is no error; a gradient that another scaler or "
-    "scale_loss has scaled is one",
-    **dict.fromkeys(("custom_fwd", "custom_bwd", "is_autocast_available"), ""),
-}
-STAYS = r"torch\.(is|get|set|clear)_autocast\w*"  # torch's functions, which amp_patch does not have
-STAYS_TORCHS = "stays torch's: it does not see amp_patch's autocast"

@@ -1,8 +1,5 @@
 """`python -m amp_patch check train.py folder`: the names of Apex that files use, and whether amp_patch serves them.
 
-It also lists the names of torch's own mixed precision, each with its name in amp_patch. If the files use neither, it
-says whether `compare` would accept them as an FP32 script.
-
 The files are parsed, never run. Names are found in imports under any alias, in `import_module`, `hasattr` and `getattr`
 with a string literal, in chains of attributes, in variables that are set to one of these, and in keyword arguments.
 Arguments and results of functions are not tracked. An optimizer is often such an argument, so the private names that
@@ -19,10 +16,10 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from amp_patch.run import apex_served, apex_surface, no_cuda
+from amp_patch.run import apex_served, no_cuda
 from amp_patch.run.apex_served import DIFFERS, MISSING, SERVED, Finding, finding, imported
 from amp_patch.run.check_run import check_run
 
@@ -43,57 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """list the names of Apex and of torch's mixed precision that files use, without running them; exit code 1 if a name
-    of Apex is missing, 2 if a file cannot be read"""
+    """list the names of Apex that files use, without running them; exit code 1 if one is missing, 2 if a file cannot be
+    read"""
     if args.run:
         check_run(args.paths[0], args.paths[1:], args.json, args.device, args.module, args.after)
     if args.module:
         print("check: -m names a module to run; add --run", file=sys.stderr)
         sys.exit(2)
-    paths = [Path(path) for path in args.paths]
-    uses, errors = read(paths)
+    uses, errors = read([Path(path) for path in args.paths])
     findings = [finding(name, places) for name, places in sorted(uses.items())]
-    natives = native(paths)
     if args.json:
-        names = {"names": [asdict(found) for found in findings], "native": [asdict(found) for found in natives]}
-        print(json.dumps({**names, "errors": errors}, indent=2))
+        print(json.dumps({"names": [asdict(found) for found in findings], "errors": errors}, indent=2))
     else:
-        print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives)]))
+        print("\n".join(report(findings, errors)))
     sys.exit(2 if errors else int(any(found.status == MISSING for found in findings)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# torch's own mixed precision
-
-
-@dataclass
-class Native(Finding):
-    """One name of torch's mixed precision that the checked files use.
-
-    Attributes:
-        becomes: the name of amp_patch that replaces it; None if the script has to go on using torch's.
-    """
-
-    becomes: str | None
-
-
-def native(paths: list[Path]) -> list[Native]:
-    """List the names of torch's mixed precision in the files, each with its name in amp_patch."""
-    found = []
-    for name, places in sorted(read(paths, Natives)[0].items()):
-        stays = re.fullmatch(apex_surface.STAYS, name)
-        difference = apex_surface.STAYS_TORCHS if stays else apex_surface.NATIVE.get(name.rpartition(".")[2], "")
-        becomes = None if stays else "amp_patch" + name.removeprefix("torch")
-        found.append(Native(name, DIFFERS if difference else SERVED, difference, places, becomes))
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The names that a file uses
 
 
-def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
-    """Find the names in files that the class `kind` recognises; if `kind` is None, Apex's names (`Names`).
+def read(paths: list[Path]) -> tuple[dict[str, list[str]], list[str]]:
+    """Find Apex's names in files.
 
     Returns:
         used: {full name: the places of its uses, as "train.py:3"}.
@@ -104,7 +72,7 @@ def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, 
     for path in _files(paths):
         try:
             trees = list(_trees(path))
-            names = (kind or Names)()
+            names = Names()
             for _, tree in trees:
                 names.collect(tree)
             for prefix, tree in trees:
@@ -161,16 +129,6 @@ def _unreadable(path: Path, error: Exception) -> str:
 class Names:
     """The names that one file, or notebook, binds to objects of Apex. Scopes are ignored: a file is one namespace."""
 
-    @staticmethod
-    def follows(path: str) -> bool:
-        """Return whether a full name begins with a package that has names of this kind."""
-        return re.fullmatch(apex_served.PACKAGES, path.partition(".")[0]) is not None
-
-    @staticmethod
-    def knows(path: str) -> bool:
-        """Return whether amp_patch serves this full name."""
-        return finding(path, []).status != MISSING
-
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}  # a name of the file -> the full name of the object of Apex
         self.others: set[str] = set()  # names that are also bound to other objects, for example in an `except` branch
@@ -179,7 +137,7 @@ class Names:
         """Record the names that `tree` binds to objects of Apex, by imports and by assignments to variables."""
         for node in ast.walk(tree):
             for clause in imported(node):
-                if self.follows(clause.to):
+                if _is_of_apex(clause.to):
                     self.paths[clause.bound] = clause.to
                 else:
                     self.others.add(clause.bound)
@@ -207,7 +165,7 @@ class Names:
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
             words = [arg.value if isinstance(arg, ast.Constant) else None for arg in node.args]
             if called in ("import_module", "__import__") and words and isinstance(words[0], str):
-                return words[0] if self.follows(words[0]) else None
+                return words[0] if _is_of_apex(words[0]) else None
             if called in ("getattr", "hasattr") and len(words) > 1 and isinstance(words[1], str):
                 return self.path(ast.Attribute(node.args[0], words[1], ast.Load()))
         return None
@@ -215,7 +173,7 @@ class Names:
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         """Yield (full name, line) of each use of an object of Apex in `tree`."""
         for clause in imported(tree):
-            if self.follows(clause.asked):
+            if _is_of_apex(clause.asked):
                 yield clause.asked, tree.lineno  # type: ignore[attr-defined]
         if isinstance(tree, ast.Call) and (called := self.path(tree.func)) is not None:
             yield from _arguments(called, tree)
@@ -234,29 +192,16 @@ class Names:
         # `getattr` with a default), only writes it, or also binds the root name to another package, may not need it.
         written = isinstance(getattr(tree, "ctx", None), ast.Store)
         asks = isinstance(root, ast.Call) and (getattr(root.func, "id", "") == "hasattr" or len(root.args) == 3)
-        if self.knows(path) or not (asks or written or getattr(root, "id", "") in self.others):
+        if finding(path, []).status != MISSING or not (asks or written or getattr(root, "id", "") in self.others):
             yield path, tree.lineno  # type: ignore[attr-defined]
         if not isinstance(root, ast.Name):
             for child in ast.iter_child_nodes(root):
                 yield from self.uses(child)
 
 
-class Natives(Names):
-    """The names that one file, or notebook, binds to objects of torch's mixed precision."""
-
-    @staticmethod
-    def follows(path: str) -> bool:
-        return path.partition(".")[0] == "torch"
-
-    @staticmethod
-    def knows(path: str) -> bool:
-        owner, _, name = path.rpartition(".")
-        modules = apex_surface.NATIVE_MODULES
-        listed = owner in ("torch", *modules) and name in apex_surface.NATIVE
-        return listed or path.removesuffix(".*") in modules or re.fullmatch(apex_surface.STAYS, path) is not None
-
-    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
-        return ((name, line) for name, line in super().uses(tree) if self.knows(name))
+def _is_of_apex(path: str) -> bool:
+    """Return whether a full name begins with a package of Apex."""
+    return re.fullmatch(apex_served.PACKAGES, path.partition(".")[0]) is not None
 
 
 def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
@@ -271,11 +216,8 @@ def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
 # The report
 
 
-def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> Iterator[str]:
-    """Yield the lines of the report on Apex: missing names first, then names with differences, then the others.
-
-    If there are no names, the report is one line that says so, or with `quiet` nothing.
-    """
+def report(findings: list[Finding], errors: list[str]) -> Iterator[str]:
+    """Yield the lines of the report: missing names first, then names with differences, then the others."""
     statuses = [found.status for found in findings]
     for found in sorted(findings, key=lambda found: (MISSING, DIFFERS, SERVED).index(found.status)):
         yield from _lines(found)
@@ -285,20 +227,8 @@ def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> I
     if findings:
         served = f"{len(findings) - missing} served, {differs} of them with differences"
         yield f"{len(findings)} names of Apex: {served}, {missing} missing"
-    elif not quiet:
+    else:
         yield "no names of Apex; for an FP32 script, check --run names the lines that a level would break"
-
-
-def native_report(natives: list[Native]) -> Iterator[str]:
-    """Yield the report on torch's mixed precision: lines for each name, then the edit that moves them to amp_patch."""
-    for found in natives:
-        yield from _lines(found)
-    if natives:
-        told = f"{len(natives)} names of torch's mixed precision: the script can stay as it is"
-        if moved := [found for found in natives if found.becomes is not None]:
-            names = ", ".join(f"{found.name} ({_places(found.places)})" for found in moved)
-            told += f"; to use amp_patch's, write amp_patch for torch in these names, where a line has it: {names}"
-        yield from _wrapped(told, "  ")
 
 
 def _lines(found: Finding) -> Iterator[str]:

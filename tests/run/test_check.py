@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pkgutil
 import re
 from pathlib import Path
 
@@ -149,101 +148,8 @@ def test_check_reports_names_and_exits_with_1_if_one_is_missing(tmp_path, capsys
             {"name": "apex.amp", "status": "served", "note": "", "places": [f"{tmp_path}/a.py:1"]},
             {"name": "apex.amp.master_params", "status": "served", "note": "", "places": [f"{tmp_path}/a.py:2"]},
         ],
-        "native": [],
         "errors": [],
     }
-
-
-def natives_in(tmp_path: Path, source: str, file: str = "train.py") -> dict[str, list[str]]:
-    """Find the native names of a script, with the lines."""
-    path = tmp_path / file
-    path.write_text(source)
-    return {found.name: [place.removeprefix(f"{path}:") for place in found.places] for found in check.native([path])}
-
-
-NATIVE_FORMS = {
-    "from torch.cuda.amp import autocast, GradScaler as G\nG(2.0**10)\nwith autocast(): pass": {
-        "torch.cuda.amp.GradScaler": ["1", "2"],
-        "torch.cuda.amp.autocast": ["1", "3"],
-    },
-    "from torch import amp\namp.GradScaler()": {"torch.amp": ["1"], "torch.amp.GradScaler": ["2"]},
-    "import torch\nwith torch.autocast('cuda'):\n  torch.is_autocast_enabled()\ntorch.ones(1)": {
-        "torch.autocast": ["2"],
-        "torch.is_autocast_enabled": ["3"],
-    },
-    "import torch.amp\ntorch.amp.autocast('cpu')": {
-        "torch.amp": ["1"],
-        "torch.amp.autocast": ["2"],
-    },
-    "import torch as t\nscaler = t.cuda.amp.GradScaler()\nscaler.step(o)": {"torch.cuda.amp.GradScaler": ["2"]},
-    "import torch.cuda.amp as a\n@a.custom_fwd\ndef f(): pass": {
-        "torch.cuda.amp": ["1"],
-        "torch.cuda.amp.custom_fwd": ["2"],
-    },
-    "from torch.cpu.amp import *\nautocast()": {
-        "torch.cpu.amp.*": ["1"],
-        "torch.cpu.amp.autocast": ["2"],
-    },
-    "import torch\nfrom torch import nn, optim\nx = torch.cuda.FloatTensor(2)\nautocast()": {},
-}
-
-
-@pytest.mark.parametrize("source", NATIVE_FORMS)
-def test_check_finds_native_names_in_every_form(tmp_path, source):
-    assert natives_in(tmp_path, source) == NATIVE_FORMS[source]
-
-
-def test_check_says_what_a_native_script_has_to_change(tmp_path, capsys):
-    (tmp_path / "a.py").write_text(
-        "import torch\nfrom torch.cuda.amp import autocast, GradScaler\nscaler = GradScaler()\n"
-        "with torch.autocast('cuda'):\n  torch.is_autocast_enabled()\n"
-    )
-    with pytest.raises(SystemExit) as ended:
-        main(["check", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert ended.value.code == 0 and "Apex" not in printed and "missing" not in printed
-    assert all(len(line) <= 80 for line in printed.splitlines() if str(tmp_path) not in line)
-    assert " ".join(printed.split()).endswith(
-        "4 names of torch's mixed precision: the script can stay as it is; to use amp_patch's, write amp_patch for "
-        f"torch in these names, where a line has it: torch.autocast ({tmp_path}/a.py:4), torch.cuda.amp.GradScaler "
-        f"({tmp_path}/a.py:2, {tmp_path}/a.py:3), torch.cuda.amp.autocast ({tmp_path}/a.py:2)"
-    )
-    assert "differs  torch.is_autocast_enabled" in printed and "stays torch's" in printed
-
-    with pytest.raises(SystemExit):
-        main(["check", "--json", str(tmp_path)])
-    told = json.loads(capsys.readouterr().out)
-    assert told["names"] == told["errors"] == []
-    assert {found["name"]: found["becomes"] for found in told["native"]} == {
-        "torch.autocast": "amp_patch.autocast",
-        "torch.cuda.amp.GradScaler": "amp_patch.cuda.amp.GradScaler",
-        "torch.cuda.amp.autocast": "amp_patch.cuda.amp.autocast",
-        "torch.is_autocast_enabled": None,
-    }
-
-    # Next to Apex names, which alone decide the exit code; and in notebooks.
-    (tmp_path / "b.py").write_text("from torch.amp import autocast\nfrom apex import gone\n")
-    cells = [{"cell_type": "code", "source": "%matplotlib inline\nfrom torch.amp import autocast"}]
-    (tmp_path / "c.ipynb").write_text(json.dumps({"cells": cells}))
-    with pytest.raises(SystemExit) as ended:
-        main(["check", str(tmp_path / "b.py"), str(tmp_path / "c.ipynb")])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 1 and "1 names of Apex: 0 served" in printed and "c.ipynb[1]:2" in printed
-    assert f"torch.amp.autocast ({tmp_path}/b.py:1, {tmp_path}/c.ipynb[1]:2)" in printed
-    (tmp_path / "d.py").write_text("import torch\ntorch.clear_autocast_cache()")
-    with pytest.raises(SystemExit):
-        main(["check", str(tmp_path / "d.py")])
-    assert capsys.readouterr().out.endswith("1 names of torch's mixed precision: the script can stay as it is\n")
-
-
-@pytest.mark.parametrize("module", ["torch", *apex_surface.NATIVE_MODULES])
-def test_each_native_name_of_torch_has_its_replacement(module, tmp_path):
-    names = [name for name in apex_surface.NATIVE if hasattr(pkgutil.resolve_name(module), name)]
-    assert {"autocast", "GradScaler"} <= set(names)
-    (tmp_path / "a.py").write_text(f"import {module}\n" + "\n".join(f"{module}.{name}" for name in names))
-    found = {native.name: native.becomes for native in check.native([tmp_path / "a.py"])}
-    assert {f"{module}.{name}" for name in names} == set(found) - {module}
-    assert all(pkgutil.resolve_name(becomes) for becomes in found.values())
 
 
 BAD = {
