@@ -50,20 +50,14 @@ class OptLevelTrainer(Trainer):
 
     Args:
         opt_level: as in `amp.initialize`.
-        amp_options: options of `amp.initialize` as a dict, the older form.
         args, kwargs: as in `transformers.Trainer`, and options of `amp.initialize` by name (`master_weights="split"`).
 
     Raises:
         ValueError: the TrainingArguments request a mixed precision (`fp16`, `bf16`) in addition to the opt level.
-        TypeError: an option is given by name and in `amp_options`.
     """
 
-    def __init__(
-        self, *args: Any, opt_level: Level | None = None, amp_options: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, opt_level: Level | None = None, **kwargs: Any) -> None:
         named = {name: kwargs.pop(name) for name in _AMP_OPTIONS if name in kwargs}
-        if twice := sorted(named.keys() & (amp_options or {}).keys()):
-            raise TypeError(f"OptLevelTrainer: {twice[0]} is given by name and in amp_options; give it once, by name")
         super().__init__(*args, **kwargs)
         for name, casts, level in (("fp16", "O1", "O2"), ("bf16", "O4", "O5")):
             if getattr(self.args, name):
@@ -74,7 +68,7 @@ class OptLevelTrainer(Trainer):
                     f"OptLevelTrainer: args has {name}=True, a second mixed precision beside the opt level; leave "
                     f"{name}=True out of TrainingArguments: {instead}"
                 )
-        self._amp_options = {"opt_level": opt_level or "O1", **(amp_options or {}), **named}
+        self._amp_options = {"opt_level": opt_level or "O1", **named}
         self.add_callback(LossScale())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

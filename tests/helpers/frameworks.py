@@ -119,9 +119,7 @@ def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.
     data = {"train_dataset": rows, "eval_dataset": rows, "callbacks": callbacks}
     if level is None:
         return type("Theirs", (*bases, transformers.Trainer), {})(model, arguments, **data)
-    return type("Ours", (*bases, OptLevelTrainer), {})(
-        model, arguments, **data, opt_level=level, amp_options=amp_options
-    )
+    return type("Ours", (*bases, OptLevelTrainer), {})(model, arguments, **data, opt_level=level, **amp_options)
 
 
 def logged(trainer: Any) -> list[Any]:
