@@ -150,6 +150,19 @@ def test_with_combine_ddp_an_overflow_of_one_process_is_skipped_by_all(ranks, le
     assert first == second and first[0] == [(0.5, 0.0), (0.5, 0.0), (0.25, 0.0)] and first[2] == 4.0
 
 
+def test_deepspeed_in_several_processes_needs_combine_ddp(amp, monkeypatch):
+    """A module of DeepSpeed's name calls `initialize`, as the first of two ranks."""
+    engine = {"__name__": "deepspeed.runtime.engine", "initialize": amp.initialize}
+    exec("def configure(*given): return initialize(*given, opt_level='O2')", engine)
+    model = linear([[1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match='add "combine_ddp": true to "amp" in its config'):
+        engine["configure"](model, optimizer)
+    assert type(model) is nn.Linear and model.weight.dtype is torch.float32
+
+
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
 
 # Apart from what the other tests import: accelerate takes a DeepSpeed that it finds.

@@ -6,7 +6,6 @@ Huawei's only `combine_ddp` is served, which DeepSpeed's several processes need.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +18,7 @@ from amp_patch.frontend import master_params
 from amp_patch.masters.masters import master_of, publish
 from amp_patch.policy import LOW_PRECISION, boolean
 from amp_patch.support.blocks import block
+from amp_patch.support.scripts_line import frames
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.stash import stash_of
 
@@ -47,8 +47,6 @@ def low_precision(name: str, value: Any) -> torch.dtype | None:
 def combines(combine_ddp: Any) -> bool | None:
     """Check Huawei's argument `combine_ddp` of `initialize`, and return it as a boolean, or None.
 
-    Only `initialize` may call this, because `_calls_initialize` looks a fixed number of frames up.
-
     Raises:
         TypeError: an invalid value.
         RuntimeError: combine_ddp without a process group; or no combine_ddp, and DeepSpeed has called `initialize` in
@@ -57,7 +55,7 @@ def combines(combine_ddp: Any) -> bool | None:
     checked = boolean("combine_ddp", combine_ddp)
     together = distributed.is_available() and distributed.is_initialized()
     several = together and distributed.get_world_size() > 1
-    if several and not checked and _calls_initialize() == _DEEPSPEED:
+    if several and not checked and any(frame.f_globals.get("__name__") == _DEEPSPEED for frame in frames()):
         # DeepSpeed averages `param.grad` after scale_loss has unscaled and checked it. One process could skip a step
         # that another makes, and at O2 the masters would not receive the average.
         raise RuntimeError(
@@ -70,14 +68,6 @@ def combines(combine_ddp: Any) -> bool | None:
             "torch.distributed.init_process_group() first, or leave combine_ddp out"
         )
     return checked
-
-
-def _calls_initialize() -> str:
-    """Return the name of the module that has called `initialize`, three frames up from here; "" if unknown."""
-    frame = inspect.currentframe()
-    for _ in range(3):
-        frame = None if frame is None else frame.f_back
-    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
