@@ -71,59 +71,12 @@ def test_a_copied_training_unscales_the_gradients_of_its_other_optimizers(copied
 
 
 @both_ways
-def test_an_overflow_skips_the_step_of_a_copy_s_other_optimizer(copied: Any) -> None:
-    model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
-    model, optimizers = start_all(
-        model, [sgd(layer.parameters()) for layer in model], opt_level="O1", loss_scale=1024.0
-    )
-    model, (first, second) = copied((model, optimizers))
-    backward(model(torch.ones(3, 2)).sum() * torch.inf, first)
-    second.step()
-    assert second._amp_stash.step_skipped and model[1].bias.item() == 1
-
-
-@both_ways
 def test_a_copied_training_unscales_the_gradients_of_parameters_in_no_optimizer(copied: Any) -> None:
     model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
     model, optimizer = start_all(model, sgd(model[0].parameters()), opt_level="O1", loss_scale=1024.0)
     model, optimizer = copied((model, optimizer))
     backward(model(torch.ones(3, 2)).sum(), optimizer)
     assert model[1].bias.grad.tolist() == [3.0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Edits that weights and masters have not told each other yet
-
-
-@both_ways
-@every_master
-def test_writes_into_masters_are_in_a_copy(copied: Any, options: dict[str, Any]) -> None:
-    model = ones(nn.Linear(1, 1, bias=False))
-    pair = start_all(model, sgd(model.parameters()), **options)
-    for master in amp.master_params(pair[1]):
-        master.data.fill_(1.001)  # 1 in both half types
-    for model, optimizer in (copied(pair), pair):
-        assert model(torch.ones(1, 1)).item() == model[0].weight.item()
-        optimizer.step()
-        is_kept = (
-            options.get("master_weights") != "stochastic"
-        )  # else the write is rounded as a step is, to 1 by chance
-        torch.testing.assert_close(masters_of(optimizer), [torch.tensor([[1.001 if is_kept else 1.0]])], rtol=0, atol=0)
-
-
-@both_ways
-@every_master
-def test_writes_into_weights_are_in_a_copy(copied: Any, options: dict[str, Any]) -> None:
-    """Also where somebody has looked at the masters before."""
-    model = ones(nn.Linear(1, 1, bias=False))
-    pair = start_all(model, sgd(model.parameters()), **options)
-    assert masters_of(pair[1])[0].item() == 1.0
-    with torch.no_grad():
-        model[0].weight.fill_(3.0)
-    model, optimizer = copied(pair)
-    assert model[0].weight.item() == 3.0
-    optimizer.step()
-    assert model[0].weight.item() == masters_of(optimizer)[0].item() == 3.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

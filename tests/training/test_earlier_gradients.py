@@ -51,28 +51,6 @@ def test_the_overflow_of_one_loss_is_not_blamed_on_another(level, delay, device)
     assert models[0].weight.item() == 0.9375
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("order", ["bad first", "good first"])
-@pytest.mark.parametrize("way", ["plain", "delay_unscale", "delay_overflow_check"])
-def test_only_the_overflowed_loss_of_two_is_scaled_down(level, order, way):
-    model = linear([[1.0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=2, verbosity=0)
-    bad, good = (0, 1) if order == "bad first" else (1, 0)
-    for loss_id in (0, 1):
-        value = math.inf if loss_id == bad else 0.25
-        last = loss_id == 1
-        kwargs = {way: True} if last and way != "plain" else {}
-        backward(model(torch.full((1, 1), value)).sum() / 4, optimizer, loss_id=loss_id, **kwargs)
-        if kwargs:
-            backward(model(torch.full((1, 1), 0.25)).sum() / 4, optimizer, loss_id=loss_id)
-    states = amp.state_dict()
-    assert states[f"loss_scaler{bad}"] == {"loss_scale": 2.0**15, "unskipped": 0}
-    assert states[f"loss_scaler{good}"] == {"loss_scale": 2.0**16, "unskipped": 1}
-    optimizer.step()
-    assert optimizer._amp_stash.step_skipped and model.weight.item() == 1.0
-
-
 def overflowed_earlier(kind, scale=64.0):
     """A parameter that is its own master, with a gradient that overflowed in loss 0, and a clean loss 1 for it."""
     num_losses = {"num_losses": 2, "verbosity": 0, "opt_level": "O1", "loss_scale": scale}

@@ -15,21 +15,6 @@ from training import backward, linear
 from amp_patch import amp
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_scaled_gradient_that_fp16_cannot_hold_is_found(level):
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(
-        model, training.SGD(model.parameters()), opt_level=level, loss_scale=2.0**15, verbosity=0
-    )
-    backward(model(torch.tensor([[1.0]])).sum(), optimizer)  # gradient 2**15: fits
-    optimizer.step()
-    assert not optimizer._amp_stash.step_skipped
-    optimizer.zero_grad()
-    backward(model(torch.tensor([[4.0]])).sum(), optimizer)  # 2**17 does not
-    optimizer.step()
-    assert optimizer._amp_stash.step_skipped
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_scheduler_built_before_or_after_initialize_works_and_does_not_warn(level, when):
@@ -48,38 +33,6 @@ def test_a_scheduler_built_before_or_after_initialize_works_and_does_not_warn(le
         assert optimizer._amp_stash.step_skipped is skipped
         assert optimizer.param_groups[0]["lr"] == rate
     assert model.weight.item() == 0.75  # one step, at rate 0.5, of gradient 0.5
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_master_gradients_keep_their_non_finite_values_until_the_step(level):
-    model = linear([[1.0, 1.0]])
-    model, optimizer = amp.initialize(
-        model, training.SGD(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0
-    )
-    backward(model(torch.tensor([[math.nan, 1.0]])).sum(), optimizer)
-    assert math.isnan(torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0))  # tacotron2's test
-    optimizer.step()
-    assert optimizer._amp_stash.step_skipped and model.weight.tolist() == [[1.0, 1.0]]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_step_after_a_discarded_overflow_is_taken(level):
-    for discard in ("optimizer", "model", "none"):
-        model = linear([[1.0]])
-        model, optimizer = amp.initialize(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, verbosity=0
-        )
-        backward(model(torch.tensor([[math.inf]])).sum(), optimizer)
-        if discard == "optimizer":
-            optimizer.zero_grad()
-        elif discard == "model":
-            model.zero_grad()
-        else:
-            for p in amp.master_params(optimizer):
-                p.grad = None
-        backward(model(torch.tensor([[0.5]])).sum(), optimizer)
-        optimizer.step()
-        assert not optimizer._amp_stash.step_skipped and model.weight.item() == 0.5
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

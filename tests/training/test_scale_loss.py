@@ -37,19 +37,6 @@ def test_gradients_in_the_body_are_scaled_and_after_it_are_not(level, loss_scale
     assert model.weight.tolist() == [[0.75, 1.5]]
 
 
-@pytest.mark.parametrize("level", EVERY)
-@pytest.mark.parametrize("delay", [False, True])
-def test_micro_batches_accumulate_with_and_without_delay_unscale(level, delay):
-    model, optimizer = setup(level, loss_scale=64.0)
-    for step in range(2):
-        for micro in range(3):
-            backward(model(x(0.25, 0.5)).sum(), optimizer, delay_unscale=delay and micro < 2)
-        assert master_grads(optimizer) == [[[0.75, 1.5]]]
-        optimizer.step()
-        optimizer.zero_grad()
-        assert model.weight.tolist() == [[1.0 - 0.75 * (step + 1), 2.0 - 1.5 * (step + 1)]]
-
-
 def test_delayed_gradients_add_up_in_the_model_s_type():
     model, optimizer = setup("O2", loss_scale=64.0)
     backward(model(x(1.0, 2.0)).sum(), optimizer, delay_unscale=True)
@@ -57,45 +44,6 @@ def test_delayed_gradients_add_up_in_the_model_s_type():
     assert master_grads(optimizer) == [None]
     backward(model(x(1.0, 2.0)).sum(), optimizer)
     assert master_grads(optimizer) == [[[2.0, 4.0]]]
-
-
-def test_accumulation_without_delay_adds_in_fp32():
-    model, optimizer = setup("O2", loss_scale=1.0)
-    backward(model(x(2048.0, 2048.0)).sum(), optimizer)
-    backward(model(x(1.0, 1.0)).sum(), optimizer)  # 2049 is no FP16 number
-    assert master_grads(optimizer) == [[[2049.0, 2049.0]]]
-
-
-@pytest.mark.parametrize("level", SCALED)
-def test_the_scale_may_move_between_delayed_micro_batches(level):
-    model, optimizer = setup(level, num_losses=2, verbosity=0, loss_scale="dynamic")
-    backward(quarter(model, 0.25, 0.5), optimizer, delay_unscale=True)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}})
-    backward(quarter(model, 0.25, 0.5), optimizer, delay_unscale=True)
-    backward(quarter(model, 0.25, 0.5), optimizer, loss_id=1)
-    assert master_grads(optimizer) == [[[0.1875, 0.375]]]
-
-
-@pytest.mark.parametrize("level", SCALED)
-def test_a_step_with_gradients_still_scaled_unscales_them(level):
-    model, optimizer = setup(level, loss_scale="dynamic")
-    backward(quarter(model, 1.0, 2.0), optimizer, delay_unscale=True)
-    optimizer.step()
-    assert model.weight.tolist() == [[0.75, 1.5]]
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == (1 if optimizer._amp_stash.scalers[0].dynamic else 0)
-
-
-def test_delay_overflow_check_skips_the_step_but_moves_the_scale_later():
-    model, optimizer = setup("O2", verbosity=0, loss_scale="dynamic")
-    backward(model(x(math.inf, 0.5)).sum(), optimizer, delay_overflow_check=True)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
-    optimizer.step()
-    assert optimizer._amp_stash.step_skipped
-    optimizer.zero_grad()
-    backward(quarter(model, 1.0, 2.0), optimizer)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
-    optimizer.step()
-    assert not optimizer._amp_stash.step_skipped
 
 
 @pytest.mark.parametrize("level", SCALED)
@@ -183,19 +131,6 @@ def test_scales_loaded_before_initialize_are_refused():
     amp.restore()
     with pytest.raises(RuntimeError, match="there is no training"):
         amp.load_state_dict(state)
-
-
-@pytest.mark.parametrize("level", SCALED)
-def test_a_group_added_late_brings_no_stale_scaled_gradient(level):
-    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model[1].parameters(), lr=1.0), opt_level=level, loss_scale=64.0
-    )
-    backward(model(x(1.0)).sum(), optimizer)  # fills the first layer's gradient too, which no optimizer clears
-    optimizer.add_param_group({"params": model[0].parameters()})
-    optimizer.zero_grad()
-    backward(model(x(1.0)).sum(), optimizer)
-    assert master_grads(optimizer) == [[[1.0]], [[1.0]]]
 
 
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
