@@ -164,36 +164,6 @@ def test_native_scaling_over_a_process_group(ranks, kind):
         assert not seen[1][0] and seen[3][0]
 
 
-def native(dtype: torch.dtype) -> dict[str, Any]:
-    """The loop of torch's tutorial, under DDP, an overflow on one rank included."""
-    model = mlp()
-    wrapped, optimizer = DistributedDataParallel(model), SGD(model.parameters())
-    scaler = amp.GradScaler("cpu")
-    seen: dict[str, Any] = {"stepped": [], "scales": []}
-    for step in range(5):
-        inputs, targets = mine(step)
-        if step == 1 and dist.get_rank() == 1:
-            inputs[0, 0, 0, 0] = float("inf")
-        optimizer.zero_grad()
-        with amp.autocast("cpu", dtype):
-            loss = nn.functional.cross_entropy(wrapped(inputs), targets)
-        scaler.scale(loss).backward()
-        seen["stepped"].append(scaler.step(optimizer))
-        scaler.update()
-        seen["scales"].append(scaler.get_scale())
-    seen["learned"] = learned(model)
-    return seen
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_native_loop_under_ddp(ranks, dtype):
-    results = ranks(native, dtype)
-    for seen in results:
-        assert seen["stepped"] == [True, False, True, True, True]
-        assert seen["scales"] == [65536.0, *[32768.0] * 4]
-    both_alike([seen["learned"] for seen in results])
-
-
 def uneven(level: str) -> dict[str, Any]:
     """The second rank has two batches more, and an overflow in the last of them."""
     model = mlp()

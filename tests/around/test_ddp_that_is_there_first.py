@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import pickle
 from typing import Any
 
@@ -166,29 +165,6 @@ def test_a_ddp_with_casts_is_refused_with_the_way_out(ranks, level):
             f"opt_level {level!r} changes the type of its parameters, which that option keeps copies of: "
             "call initialize() first, then wrap the model, or leave the option out"
         )
-
-
-def no_walk(level: str) -> list[Tensor]:
-    """Neither the wrapped model nor a constructor that has failed makes `initialize` look at all objects."""
-    model = mlp()
-    ddp = DistributedDataParallel(model)
-    with pytest.raises(TypeError) as refused:
-        DistributedDataParallel(model, bucket_cap_mb=[])  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gc, "get_objects", None)
-        patched.setattr(gc, "get_referrers", None)
-        patched.setattr(gc, "collect", None)
-        model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
-        backward(loss_of(ddp, mine(0)), optimizer)
-        optimizer.step()
-        amp.restore()
-    assert refused.value.__traceback__ is not None  # which keeps the object
-    return learned(model)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_an_earlier_ddp_is_found_without_a_walk_over_all_objects(ranks, level):
-    both_alike(ranks(no_walk, level))
 
 
 def unpickled(level: str, options: dict[str, Any]) -> list[Tensor]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from python_forks import python
 from small_trainings import backward_row, master_of
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from training import backward, linear
 
 from amp_patch import amp
@@ -69,30 +66,6 @@ def test_a_step_and_a_clip_find_what_a_backward_through_a_master_has_added(make,
     assert torch.equal(train(looks=False), train(looks=True))
 
 
-def hold_it(model, kept):
-    model.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
-
-
-def hold_a_view(model, kept):
-    model.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad[0]))
-
-
-def hold_its_memory(model, kept):
-    model.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.detach()))
-
-
-@LEVELS
-@pytest.mark.parametrize("hold", [hold_it, hold_a_view, hold_its_memory])
-def test_a_gradient_that_the_caller_holds_is_not_reused(level, hold):
-    model, optimizer = start_row(level)
-    kept: list[Tensor] = []
-    hold(model, kept)
-    backward_row(model, optimizer)
-    kept[0].zero_()
-    optimizer.step()
-    assert model.weight.tolist() == [[-0.5, 4.5]]
-
-
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_step_is_skipped_with_and_without_a_read_of_the_overflow(looks):
     model, optimizer = start_row()
@@ -137,22 +110,6 @@ def test_a_norm_that_is_not_finite_is_an_error_where_it_shall_be():
     assert not master_of(optimizer).grad.isfinite().any()
 
 
-def test_clipping_twice_and_clipping_a_part():
-    model = nn.Sequential(linear([[3.0]]), linear([[2.0]]))
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O2", loss_scale=8.0, verbosity=0
-    )
-    for clips, wanted in (((None, 1.0), (None, 0.5)), (0.3, 0.4)), (((0, 1.0),), (1.0, 4.0)), (((1, 2.0),), (3.0, 2.0)):
-        optimizer.zero_grad()
-        for linear_, weight in zip(model, (4.0, 3.0), strict=True):  # each weight is the other's gradient
-            linear_.weight.data.fill_(weight)
-        backward(model(torch.ones(1, 1)).sum(), optimizer)
-        for which, max_norm in clips:
-            nn.utils.clip_grad_norm_(model.parameters() if which is None else model[which].parameters(), max_norm)
-        found = [p.grad.item() for p in amp.master_params(optimizer)]
-        assert found == pytest.approx(wanted, rel=1e-5)
-
-
 def test_a_parameter_that_has_left_the_groups_is_none_of_the_optimizers_any_more():
     model = nn.Sequential(linear([[3.0]]), linear([[2.0]]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -162,26 +119,3 @@ def test_a_parameter_that_has_left_the_groups_is_none_of_the_optimizers_any_more
     backward(model(torch.ones(1, 1)).sum(), optimizer)
     optimizer.step()
     assert [p.item() for p in model.parameters()] == [3, -1]
-
-
-class Keeping(TorchDispatchMode):
-    """Keeps all results, as a tracer of memory does."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.kept = [*getattr(self, "kept", ()), result := func(*args, **(kwargs or {}))]
-        return result
-
-
-def test_a_tracer_of_memory_does_not_change_who_holds_a_gradient():
-    script = """
-import sys
-sys.path[:0] = sys.argv[1:]
-from test_half_gradients import *
-model, optimizer = start_row()
-with Keeping():
-    backward_row(model, optimizer)
-test_a_gradient_that_the_caller_holds_is_not_reused("O2", hold_it)
-"""
-    here = Path(__file__).parent
-    folders = map(str, (here, here.parent, here.parent / "helpers"))
-    python("-c", script, *folders).check_returncode()

@@ -111,15 +111,6 @@ def test_in_the_body_it_is_the_scaled_one_of_this_backward(level, options):
     assert model.weight.grad.tolist() == [[9.0, -15.0]]
 
 
-def test_a_delayed_exit_leaves_it_scaled():
-    model, optimizer = start_level("O2", {})
-    backward_row(model, optimizer, delay_unscale=True)
-    assert model.weight.grad.dtype is torch.float16 and model.weight.grad.tolist() == [[3 * SCALE, -5 * SCALE]]
-    model.weight.grad.mul_(0.5)
-    backward_row(model, optimizer)
-    assert model.weight.grad.dtype is torch.float32 and model.weight.grad.tolist() == [[4.5, -7.5]]
-
-
 @LEVELS
 @pytest.mark.parametrize("clear", ["param", "model", "optimizer"])
 def test_cleared_ones_do_not_come_back(level, options, clear):
@@ -135,16 +126,6 @@ def test_cleared_ones_do_not_come_back(level, options, clear):
 
 
 @LEVELS
-def test_after_an_exception_in_the_body_it_is_the_one_before(level, options):
-    model, optimizer = start_level(level, options)
-    backward_row(model, optimizer)
-    with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        raise KeyError
-    assert model.weight.grad.tolist() == RAW
-
-
-@LEVELS
 def test_a_refused_assignment_changes_nothing(level, options):
     model, optimizer = start_level(level, options)
     backward_row(model, optimizer)
@@ -152,25 +133,6 @@ def test_a_refused_assignment_changes_nothing(level, options):
         with pytest.raises((RuntimeError, TypeError), match=r"size|shape|Tensor"):
             model.weight.grad = wrong
     assert model.weight.grad.tolist() == RAW and master_of(optimizer).grad.tolist() == RAW
-
-
-def test_gradients_of_another_optimizer_s_parameters_stay_in_a_body():
-    """A GAN's generator loss fills the discriminator's gradients, which the discriminator's step must not see."""
-    disc, gen = linear([[1.0, 2.0]]), linear([[1.0], [1.0]])
-    (disc, gen), (opt_d, opt_g) = amp.initialize(
-        [disc, gen],
-        [torch.optim.SGD(m.parameters(), lr=1.0) for m in (disc, gen)],
-        opt_level="O2",
-        loss_scale=SCALE,
-        verbosity=0,
-    )
-    backward_row(disc, opt_d)
-    with amp.scale_loss(disc(gen(torch.ones(1, 1))).sum(), opt_g) as scaled_loss:
-        scaled_loss.backward()
-        assert disc.weight.grad.tolist() == RAW
-    assert disc.weight.grad.tolist() == RAW and gen.weight.grad.tolist() == [[1.0], [2.0]]
-    opt_d.step()
-    assert disc.weight.tolist() == [[-2.0, 7.0]]
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -190,34 +152,6 @@ def test_the_loss_of_another_optimizer_leaves_nothing_that_clipping_or_a_logger_
         second.step()
     assert model[1].weight.item() == 3.0
     second.step()  # said once for each backward
-
-
-def test_optimizers_that_share_a_parameter_share_its_gradient():
-    model = linear([[1.0, 2.0]])
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
-    model, optimizers = amp.initialize(model, optimizers, opt_level="O2", loss_scale=SCALE, verbosity=0)
-    for first, second in (optimizers, optimizers[::-1]):
-        with amp.scale_loss(model(torch.tensor(RAW)).sum(), first) as scaled_loss:
-            scaled_loss.backward()
-            assert model.weight.grad.dtype is torch.float16
-        assert model.weight.grad.tolist() == RAW
-        first.zero_grad()
-        second.zero_grad()
-
-
-@LEVELS
-def test_sparse_gradients_are_the_masters_too(level, options):
-    model = nn.Embedding(4, 2, sparse=True)
-    nn.init.ones_(model.weight)
-    scale = {"loss_scale": SCALE} if level == "O2" else {}
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0, **scale, **options
-    )
-    backward(model(torch.tensor([1])).float().sum(), optimizer)
-    assert model.weight.grad.is_sparse and model.weight.grad.dtype is torch.float32
-    model.weight.grad.mul_(2)
-    optimizer.step()
-    assert model.weight.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
 
 
 @LEVELS

@@ -195,24 +195,6 @@ def test_restore_gives_the_state_back_to_the_parameters(options):
 
 
 @every_level
-def test_a_layer_that_is_added_or_thawed_later(options):
-    model = nn.Sequential(linear([[2.0]]), linear([[2.0]]))
-    model[0].bfloat16().requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
-    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
-    train(model, optimizer, 1)
-    optimizer.state[model[0].weight]["note"] = 5
-    model[0].requires_grad_(True)
-    model.append(linear([[2.0]]).bfloat16() if options["opt_level"] == "O5" else linear([[2.0]]).half())
-    optimizer.add_param_group({"params": model[2].parameters()})
-    train(model, optimizer, 1)
-    masters = list(amp.master_params(optimizer))
-    weights = [layer.weight for layer in model]
-    assert all(optimizer.state[weight] is optimizer.state[m] for weight, m in zip(weights, masters, strict=True))
-    assert optimizer.state[weights[0]]["note"] == 5 and set(map(id, optimizer.state)) == set(map(id, masters))
-
-
-@every_level
 def test_a_dictionary_that_a_wrapper_holds_has_the_entries(options):
     class Wrapper:
         def __init__(self, optimizer: Any) -> None:

@@ -108,22 +108,6 @@ def test_gradients_that_a_wrapper_saw_are_gone_for_the_next_step(level, scaled_b
     assert output(model) == 2.0
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("again", [False, True])
-def test_gradients_that_a_wrapper_saw_are_not_another_optimizer_s(again, level):
-    model = linear([[4.0]])
-    optimizers = [Lookahead(torch.optim.SGD(model.parameters(), lr=0.0), put_copy)]
-    optimizers.append(torch.optim.SGD(model.parameters(), lr=1.0))
-    model, optimizers = amp.initialize(model, optimizers, opt_level=level, loss_scale=64.0)
-    backward(model(torch.full((1, 1), 0.5)).sum(), optimizers[0])
-    optimizers[0].step()
-    model.weight.grad = None  # the script's own way to clear it
-    if again:
-        backward(model(torch.ones(1, 1)).sum(), optimizers[1])
-    optimizers[1].step()
-    assert output(model) == 4.0 - again
-
-
 class Free(torch.optim.SGD):
     """The common part of schedule-free optimizers: they use other weights for evaluation than for training."""
 

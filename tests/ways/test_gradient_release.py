@@ -173,45 +173,6 @@ def raw(param: Tensor) -> Tensor | None:
     return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
 
 
-@crossed(
-    {"error": [MemoryError, KeyboardInterrupt], "together": [1, gradient_release.TOGETHER], "level": LEVELS},
-    one_of_each_way,
-)
-def test_a_backward_that_fails_leaves_each_parameter_stepped_or_not_and_the_next_goes_on(
-    make, level, error, together, monkeypatch
-):
-    monkeypatch.setattr(gradient_release, "TOGETHER", together)
-
-    def train(fails: bool, **options: Any) -> list[Tensor]:
-        model, optimizer = start(make, level, **options)
-        before = [p.detach().clone() for p in model.parameters()]
-
-        def fail(*_: Any) -> None:
-            raise error
-
-        if fails:
-            handle = model[2].register_full_backward_hook(fail)
-            with pytest.raises(error):
-                backward(loss_of(model, 0), optimizer)
-            handle.remove()
-            assert same(list(model.parameters())[:2], before[:2]), "the layer in front of it"
-        elif together == 1:
-            backward(loss_of(model, 0), optimizer)
-            optimizer.step()
-        reached = [p.detach().clone() for p in model.parameters()][2:]
-        assert list(map(torch.equal, reached, before[2:])) == [together > 1] * 4
-        assert all(raw(p) is None for p in model.parameters() if fails)
-        optimizer.zero_grad()
-        if fails:
-            backward(loss_of(model, 1), optimizer)
-            optimizer.step()
-            assert not any(map(torch.equal, model.parameters(), before))
-        amp.restore()
-        return reached
-
-    assert same(train(True), train(False))
-
-
 # Without the extension torch's own Python makes AdamW's step, which an interrupt cuts between the decay and the update.
 INTERRUPTED = ["AdamW", "RMSprop"] if multi_tensor.backend() == "cpp" else ["RMSprop"]
 

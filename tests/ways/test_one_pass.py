@@ -16,7 +16,6 @@ from interrupts import send, sent_again_by_the_test
 from python_forks import python
 from three_ways import spied_kernels
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch import amp, multi_tensor
 from amp_patch.multi_tensor import backend
@@ -37,9 +36,6 @@ ONE_OF_EACH = pytest.mark.parametrize(
     ],
     ids=["SGD", "AdamW", "FusedAdam"],
 )
-
-
-DUPLICATES = {"deepcopy": copy.deepcopy, "pickle": training.through_pickle}
 
 
 @pytest.fixture(autouse=True)
@@ -218,30 +214,6 @@ def test_a_sparse_gradient_leaves_the_whole_step_to_torch(level, make, kernels):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hooks, interrupts, copies
-
-
-@both_levels
-@ONE_OF_EACH
-@pytest.mark.parametrize("own_way", [False, True], ids=["in one pass", "partly its own way"])
-def test_hooks_are_called_once_a_step(level, kind, settings, own_way, kernels):
-    model, optimizer = trained(level, kind, settings)
-    if own_way:
-        put_in_the_state("momentum_buffer" if kind is SGD else "exp_avg", in_another_order)(optimizer)
-    seen: list[str] = []
-    hooks = [
-        register_optimizer_step_pre_hook(lambda *_: seen.append("pre, of all")),
-        optimizer.register_step_pre_hook(lambda *_: seen.append("pre")),
-        optimizer.register_step_post_hook(lambda *_: seen.append("post")),
-        register_optimizer_step_post_hook(lambda *_: seen.append("post, of all")),
-    ]
-    try:
-        kernels.clear()
-        go_on(model, optimizer, range(1))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert kernels == ([2, 1] if own_way else [2, 2, 1])
-    assert sorted(seen[:2]) == ["pre", "pre, of all"] and sorted(seen[2:]) == ["post", "post, of all"]
 
 
 class Interrupting:
