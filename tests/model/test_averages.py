@@ -95,19 +95,6 @@ def test_an_average_moves_by_less_than_low_precision_can_hold(level):
 
 
 @pytest.mark.parametrize("level", MASTERED)
-def test_edited_weights_are_averaged_as_edited(level):
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)
-    average = AveragedModel(model)
-    model.weight.data.fill_(0.5)
-    average.update_parameters(model)
-    assert average.module.weight.item() == 0.5
-    next(amp.master_params(optimizer)).data.fill_(1.5)
-    average.update_parameters(model)
-    assert average.module.weight.item() == 1.0
-
-
-@pytest.mark.parametrize("level", MASTERED)
 def test_masters_stay_out_of_the_average(level):
     model, optimizer = start_average(level)
     before = training.weights(model)
@@ -132,21 +119,6 @@ def test_other_models_are_averaged_by_torch_and_restore_restores_its_class():
     assert next(average.parameters()).dtype is torch.bfloat16
     amp.restore()
     assert [vars(AveragedModel)[name] for name in names] == before
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_recipe_s_average_equals_one_of_the_masters(level):
-    model, optimizer = start_average(level)
-    values = amp.fp32_copy(model)
-    average = AveragedModel(values, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    by_hand = None
-    for number in range(4):
-        step(model, optimizer, number)
-        values.load_state_dict(model.state_dict())
-        average.update_parameters(values)
-        masters = [p.detach().float().clone() for p in amp.master_params(optimizer)]
-        by_hand = masters if by_hand is None else [a.lerp(m, 1 - 0.9) for a, m in zip(by_hand, masters, strict=True)]
-    assert all(torch.equal(a, b) for a, b in zip(average.parameters(), by_hand, strict=True))
 
 
 @pytest.mark.slow

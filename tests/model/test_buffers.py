@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 import weakref
 
 import pytest
@@ -222,14 +221,6 @@ def test_only_rounded_buffers_use_memory():
     assert [len(vars(table).get("_amp_exact", {})) for table in model] == [0, 1]
 
 
-def test_replicas_of_data_parallel_run_tables_in_fp32():
-    model, _ = cast_model()
-    replica = model.rotary._replicate_for_data_parallel()
-    cos, _ = replica(torch.ones(3, 4, dtype=torch.bfloat16), torch.arange(3) + 1000)
-    exact = ((torch.arange(3) + 1000.0)[:, None] * FREQUENCIES).cos()
-    assert torch.equal(cos, exact.bfloat16())
-
-
 def test_a_model_with_tables_compiles_to_one_graph():
     model, _ = cast_model()
     expected = model(torch.ones(3, 4))
@@ -319,15 +310,3 @@ def test_a_watched_model_is_freed_with_its_last_reference():
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_a_copy_is_not_watched_and_warns_of_nothing():
-    model = amp.initialize(Averaging(), opt_level="O5")
-    twin = copy.deepcopy(model)
-    for _ in range(3):
-        twin(torch.ones(3, 4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(torch.ones(3, 4))
-    with pytest.warns(UserWarning, match="average"):
-        model(torch.ones(3, 4))

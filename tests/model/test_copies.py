@@ -155,75 +155,7 @@ def test_an_interrupt_at_any_call_leaves_the_copy_whole(event):
     assert calls > 20
 
 
-@pytest.mark.parametrize("kind", CAST)
-def test_copies_call_one_another(kind):
-    """Copied together, they have one policy, and the one that is called last has its own weights."""
-
-    class Student(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.own = nn.Linear(2, 2)
-            self.teacher = []
-
-        def forward(self, x):
-            return self.own(x) + self.teacher[0](x)
-
-    first, second = Student(), linear([[1.0, 2.0], [3.0, 4.0]])
-    params = [*first.parameters(), *second.parameters()]
-    (first, second), _ = amp.initialize([first, second], SGD(params), **CAST[kind])
-    first.teacher.append(second)
-    twin = copy.deepcopy(first)
-    assert torch.equal(twin(torch.ones(1, 2)), first(torch.ones(1, 2)))
-
-
-@pytest.mark.parametrize("kind", CAST)
-def test_parts_that_are_models_themselves(kind):
-    parent = convnet()
-    (parent, _), optimizer = amp.initialize([parent, parent.head], SGD(parent.parameters()), **CAST[kind])
-    parent.eval()
-    inputs, features = images(0)[0], torch.randn(2, 36)
-    alone, (pair, _) = copy.deepcopy(parent), copy.deepcopy((parent, optimizer))
-    for twin in (alone, pair):
-        assert torch.equal(twin(inputs), parent(inputs))
-        assert torch.equal(twin.head(features), parent.head(features))
-        assert torch.equal(twin(inputs), parent(inputs))
-
-
-@pytest.mark.parametrize("kind", CAST)
-def test_methods_that_were_named_run_in_the_level_s_type(kind):
-    model = convnet()
-    model, _ = amp.initialize(model, SGD(model.parameters()), methods=("encode",), **CAST[kind])
-    twin = copy.deepcopy(model).eval()
-    model.eval()
-    with torch.no_grad():
-        assert torch.equal(twin.encode(images(0)[0]), model.encode(images(0)[0]))
-
-
-@pytest.mark.parametrize("kind", CAST)
-def test_functional_call_of_a_copy(kind):
-    model, _ = start_kind(kind, linear([[1.0]]))
-    average = copy.deepcopy(model)
-    state = {name: value * 3 for name, value in average.state_dict().items()}
-    assert torch.func.functional_call(average, state, (torch.ones(1, 1),)).item() == 3.0
-
-
 # --- copies that go on ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("kind", CAST)
-def test_a_copy_of_a_copy_is_alike(kind, duplicate):
-    model, _ = trained(kind)
-    average = copy.deepcopy(model).eval().requires_grad_(False)
-    with torch.no_grad():
-        for p in average.parameters():
-            p.add_(2.0**-14)
-    twin = duplicate(average)
-    assert training.same(training.weights(twin), training.weights(average))
-    assert not any(p.requires_grad for p in twin.parameters())
-    assert torch.equal(twin(images(0)[0]), average(images(0)[0]))
-    twin.load_state_dict(model.state_dict())
-    assert training.same(training.weights(twin), training.weights(model))
 
 
 @crossed({"kind": list(CAST), "second": LEVELS}, meet=1)
@@ -260,15 +192,6 @@ def test_a_copy_is_trained_by_a_plain_optimizer(kind):
 
 
 @pytest.mark.parametrize("kind", CAST)
-def test_inputs_get_gradients_through_a_frozen_copy(kind):
-    model, _ = start_kind(kind, linear([[1.0, 2.0]]))
-    average = copy.deepcopy(model).requires_grad_(False)
-    inputs = torch.ones(1, 2, requires_grad=True)
-    average(inputs).sum().backward()
-    assert inputs.grad.tolist() == [[1.0, 2.0]]
-
-
-@pytest.mark.parametrize("kind", CAST)
 def test_frozen_weights_and_kept_modules_of_copies(kind):
     model = convnet()
     model.head.requires_grad_(False)
@@ -281,12 +204,6 @@ def test_frozen_weights_and_kept_modules_of_copies(kind):
     for twin in (alone, pair):
         assert torch.equal(twin(inputs), model(inputs))
     assert alone.head.weight.dtype is torch.float32 and not alone.head.weight.requires_grad
-
-
-@pytest.mark.parametrize("kind", CAST)
-def test_a_copy_of_a_model_without_an_optimizer_stays_small(kind):
-    model = amp.initialize(convnet(), **{k: v for k, v in CAST[kind].items() if k == "opt_level"})
-    assert [p.dtype for p in copy.deepcopy(model).parameters()] == [p.dtype for p in model.parameters()]
 
 
 @pytest.mark.parametrize("kind", CAST)

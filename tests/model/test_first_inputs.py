@@ -258,14 +258,6 @@ def test_large_numbers_are_not_taken_for_whole_ones():
     amp.initialize(Echo(), opt_level="O5")(torch.rand(2, 4) * 1e9 + 2**24)
 
 
-def test_a_second_argument_and_a_second_training_are_warned_about_too():
-    model, optimizer = made(Timed(), "O5")
-    x, t = torch.randn(1, 4), torch.tensor([937.0])
-    assert len(warned(lambda: [model(x, t), model(x, t, named=t), model(x, t=t)])) == 2
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
-    assert len(warned(lambda: model(x, t))) == 1
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_levels_that_do_not_cast_inputs_say_nothing(level):
     model, _ = made(Timed(), level)
@@ -327,17 +319,6 @@ def test_tensors_without_values_are_left_out():
         assert model(mode.from_tensor(x)).shape == (3, 1, 4)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("level", CAST)
-def test_nested_tensors_and_types_without_a_minimum_are_left_out(level):
-    model = amp.initialize(Echo(), opt_level=level)
-    parts = [torch.full((2, 3), 1e6), torch.ones(1, 3)]
-    strided = model(torch.nested.nested_tensor(parts, layout=torch.strided))
-    assert torch.equal(strided.unbind()[1], torch.ones(1, 3))
-    assert model(torch.nested.nested_tensor(parts, layout=torch.jagged)).dtype is torch.float32
-    assert model(torch.eye(3).to_sparse()).to_dense().equal(torch.eye(3))
-
-
 def train_a_stage(level: str) -> list[bool]:
     """Train one stage of a pipeline for two steps. New memory has the largest number: return where forward saw it."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -390,13 +371,3 @@ def test_a_mask_of_a_model_that_checkpoints_activations_is_finite():
     mask = torch.zeros(2, 4, 4).masked_fill(hidden(), SMALLEST)
     losses = train(model, optimizer, 5, torch.randn(2, 4, 8), mask)
     assert all(map(math.isfinite, losses))
-
-
-def test_a_warning_comes_before_an_error_of_the_forward():
-    class Fails(Echo):
-        def forward(self, t):
-            raise KeyError("no such row")
-
-    model = amp.initialize(Fails(), opt_level="O5")
-    with pytest.warns(UserWarning, match="whole numbers alone"), pytest.raises(KeyError, match="no such row"):
-        model(torch.tensor([937.0]))

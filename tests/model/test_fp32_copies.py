@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -132,21 +131,6 @@ def test_an_fp32_copy_is_exported_in_fp32_while_the_training_lives(level, how, f
         assert not any(word in text for word in ("float16", "Half", "bfloat16", "BFloat16", "aten::to", "aten.to"))
         amp.restore()
         assert torch.equal(made(PRECISE), expected[0])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch's exporters, about themselves
-@pytest.mark.parametrize("dynamo", [False, True])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_fp32_copy_becomes_onnx_in_fp32_while_the_training_lives(level, dynamo):
-    onnx = pytest.importorskip("onnx", reason="torch.onnx.export needs onnx and onnxscript: pip install both")
-    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnx and onnxscript: pip install both")
-    _, plain, _ = generating(level)
-    file = io.BytesIO()
-    program = torch.onnx.export(plain, (PRECISE,), None if dynamo else file, dynamo=dynamo)
-    graph = (program.model_proto if dynamo else onnx.load_from_string(file.getvalue())).graph
-    assert "MatMul" in {node.op_type for node in graph.node} and "Cast" not in {node.op_type for node in graph.node}
-    assert {tensor.data_type for tensor in graph.initializer} <= {onnx.TensorProto.FLOAT, onnx.TensorProto.INT64}
 
 
 def test_a_pickled_fp32_copy_needs_no_amp_patch(tmp_path):

@@ -12,7 +12,6 @@ from crossed import crossed
 from low_models import CAST, LowNet, every_half, iterate_low, loss_of, net
 from split_masters import MAKERS
 from torch import nn
-from torch_optimizers import OPTIMIZERS, VARIANTS, of_sparse_gradients
 from training import LEVELS, SGD, backward, linear, same, through_pickle, trained
 
 from amp_patch import amp
@@ -53,57 +52,6 @@ def test_a_training_has_the_bits_of_one_of_the_model_in_fp32(level, make, half):
     assert same(model.parameters(), wide.parameters()) and types(model)["norm.running_var"] is torch.float32
     assert same(model.norm.buffers(), wide.norm.buffers()) and same(model.table.buffers(), wide.table.buffers())
     assert torch.equal(model.offset, wide.offset)
-
-
-class Lookup(nn.Module):
-    """Rows of a table, whose gradients are sparse."""
-
-    def __init__(self, half: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rows = nn.Embedding(8, 3, sparse=True, dtype=half)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rows(torch.arange(len(x), device=x.device) % 5)
-
-
-def of_torch(name: str, flags: dict[str, bool], half: torch.dtype, wide: bool) -> tuple[nn.Module, Any]:
-    """A model, or its FP32 twin, and one of torch's optimizers with the parameters that it takes."""
-    model: nn.Module = Lookup(half) if name == "SparseAdam" else net(half)
-    if isinstance(model, LowNet):  # O1 and O4 cast a frozen weight elsewhere if it is FP32
-        model.frozen.float()
-    if wide:
-        model.float()
-    params = [p for p in trained(model) if p.dim() == 2 or name != "Muon"]
-    make = getattr(torch.optim, name)
-    arguments: dict[str, Any] = {**OPTIMIZERS[name], **flags}
-    if (name, flags) == ("SGD", {"fused": True}):
-        arguments["momentum"] = 0  # torch 2.13 begins one in FP16 with what lies in the memory
-    return model, make(params, **arguments)
-
-
-@of_sparse_gradients
-@crossed(
-    {
-        "level": [
-            *(pytest.param(level, marks=pytest.mark.slow) for level in ("O1", "O4")),
-            "O2",
-            "O3",
-            "O5",
-            "O5, split",
-        ],
-        "name, flags": VARIANTS,
-    },
-    every_half,
-    meet=1,
-)
-def test_each_of_torchs_optimizers_comes_to_the_bits_of_fp32(level, name, flags, half):
-    pairs = [amp.initialize(*of_torch(name, flags, half, wide), **options_of(level)) for wide in (False, True)]
-    losses = [iterate_low(*pair) for pair in pairs]
-    (model, optimizer), (wide, other) = pairs
-    assert losses[0] == losses[1] and losses[0][-1] != losses[0][0]
-    assert same(model.parameters(), wide.parameters())
-    assert same(amp.master_params(optimizer), amp.master_params(other)) and same(states(optimizer), states(other))
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")

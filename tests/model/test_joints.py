@@ -283,43 +283,6 @@ def test_restore_takes_the_guests_away_and_another_training_chooses_new_ones(reg
     assert heard(lambda: model(ones())) == []
 
 
-@pytest.mark.program
-@pytest.mark.parametrize("level", CAST)
-def test_compiled_code_has_the_events_in_one_graph(register, level):
-    torch._dynamo.reset()
-
-    class Counting(joints.ForwardGuest):
-        """Counts its events in a tensor, which Dynamo traces."""
-
-        def __init__(self):
-            self.count = torch.zeros(())
-
-        def enter(self, call):
-            self.count.add_(1)
-
-        def cast_in(self, call):
-            self.count.mul_(2)
-
-        def call(self, call, method):
-            self.count.add_(3)
-            return method
-
-        def cast_out(self, call, output, result):
-            self.count.mul_(5)
-            return result
-
-        def leave(self, call):
-            self.count.add_(7)
-
-    guest = Counting()
-    register(lambda model, entry: guest)
-    model, _ = entered(Inner(), level)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(ones()), ones()) and compiled(ones()).dtype is torch.float32
-    once = ((0 + 1) * 2 + 3) * 5 + 7
-    assert guest.count == ((once + 1) * 2 + 3) * 5 + 7
-
-
 @pytest.mark.parametrize("level", ["O1", *CAST])
 def test_calls_of_a_plain_model_have_no_guest_after_the_first_three(level):
     model, _ = entered(Inner(), level)

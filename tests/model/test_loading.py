@@ -175,17 +175,6 @@ def test_a_checkpoint_is_left_as_it_was():
     assert all(torch.equal(tensor.flatten(), value) for tensor in state.values())
 
 
-@pytest.mark.parametrize("level", ["O2", "O5", "O5, split"])
-def test_models_within_models(level):
-    inner = nn.Sequential(nn.Linear(1, 2**16))
-    outer = nn.Sequential(inner, nn.Linear(2**16, 1))
-    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
-    amp.initialize([outer, inner], optimizer, verbosity=0, **LEVELS[level])
-    value = every_low_half()[5 * 2**16 : 6 * 2**16]
-    outer.load_state_dict({name: value[: old.numel()].view_as(old) for name, old in outer.state_dict().items()})
-    assert all(torch.equal(t.flatten(), value[: t.numel()]) for t in amp.master_params(optimizer))
-
-
 @pytest.mark.parametrize("level", ["O5", "O5, split"])
 def test_a_checkpoint_that_has_the_model_s_own_tensors(level):
     model, optimizer = rows(2**16, LEVELS[level])

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import gc
 import inspect
-import pickle
 import threading
 import weakref
 
@@ -16,7 +15,6 @@ import torch
 import training
 from crossed import crossed
 from low_models import CAST
-from python_forks import python
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from training import LEVELS, SGD, backward, convnet, linear
@@ -245,13 +243,6 @@ def test_data_parallel_s_replicas_run_their_own_weights_on_their_threads(level, 
     assert {r.dtype for r in results} == {model(torch.ones(1, 1)).dtype}
 
 
-def test_rnn_weights_are_flattened_again_after_the_cast(monkeypatch):
-    calls = []
-    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: calls.append({p.dtype for p in self.parameters()}))
-    amp.initialize(nn.Sequential(nn.LSTM(2, 2)), opt_level="O2")
-    assert {torch.float16} in calls
-
-
 def test_hooks_on_the_model_fire_and_are_kept():
     model, calls = convnet(), []
     model.register_forward_hook(lambda *a: calls.append("forward"))
@@ -298,15 +289,6 @@ def test_hooks_on_accumulation_nodes_fire_after_the_cast_and_after_the_way_back(
     assert sorted(map(str, calls)) == sorted(map(str, expected))
 
 
-def test_a_hook_before_an_accumulation_node_may_change_the_gradient():
-    model = linear([[2.0]])
-    node = accumulation_node(model.weight)
-    node.register_prehook(lambda grads: (grads[0] * 4,))
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", loss_scale=2.0)
-    backward(model(torch.ones(1, 1)).sum(), optimizer)
-    assert next(amp.master_params(optimizer)).grad.item() == 4.0
-
-
 def test_hooks_on_accumulation_nodes_keep_nothing_alive():
     model = linear([[2.0]])
     owner, known = [accumulation_node(model.weight)], weakref.ref(model.weight)
@@ -316,52 +298,6 @@ def test_hooks_on_accumulation_nodes_keep_nothing_alive():
     del model, owner
     gc.collect()
     assert known() is None
-
-
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "inference"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_an_ema_that_writes_through_state_dict_moves(level, trained):
-    model = linear([[1.0]])
-    model = (
-        amp.initialize(model, SGD(model.parameters()), opt_level=level)[0]
-        if trained
-        else amp.initialize(model, opt_level=level)
-    )
-    average = copy.deepcopy(model)
-    with torch.no_grad():
-        model.state_dict()["weight"].fill_(2.0)
-        assert model(torch.ones(1, 1)).item() == 2.0
-        for _ in range(2):
-            for mine, new in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
-                mine.copy_(0.5 * mine + 0.5 * new)
-    assert average(torch.ones(1, 1)).item() == 1.75
-    assert average.state_dict()["weight"].item() == 1.75
-
-
-CHILD = """
-import sys, pickle, torch
-from torch import nn
-with open(sys.argv[1], "rb") as file:
-    o1, (o2, optimizer), kept = pickle.load(file)
-assert o1(torch.ones(1, 2)).dtype is torch.float16
-from amp_patch import amp
-with amp.scale_loss(o2(torch.ones(1, 2)).sum() / 8, optimizer) as scaled_loss:
-    scaled_loss.backward()
-assert nn.utils.clip_grad_norm_(o2.parameters(), 1.0) > 0
-with torch.no_grad():
-    kept.eval()(torch.ones(1, 3, 8))
-"""
-
-
-def test_models_and_optimizers_work_when_another_process_loads_them(tmp_path):
-    o1 = amp.initialize(nn.Linear(2, 2), opt_level="O1")
-    o2 = nn.Linear(2, 2)
-    pair = amp.initialize(o2, torch.optim.SGD(o2.parameters(), lr=0.1), opt_level="O2")
-    kept = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    kept = amp.initialize(kept, opt_level="O2", keep_fp32="linear2")
-    (tmp_path / "pickle").write_bytes(pickle.dumps((o1, pair, kept)))
-    done = python("-c", CHILD, tmp_path / "pickle")
-    assert done.returncode == 0, done.stderr
 
 
 CONVERSIONS = {

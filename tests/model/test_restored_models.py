@@ -133,23 +133,6 @@ def test_a_class_patched_later_is_what_runs():
     assert model(torch.ones(1, 1)).item() == 3.0
 
 
-def test_a_registry_of_the_user_s_classes_sees_no_generated_class():
-    registry = []
-
-    class Registered(nn.Module):
-        def __init_subclass__(cls, *, tag, **kwargs):
-            registry.append(cls)
-
-        def forward(self, inputs):
-            return inputs
-
-    class Net(Registered, tag=1):
-        pass
-
-    amp.initialize(Net(), opt_level="O2")
-    assert registry == [Net]
-
-
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_state_dict_under_inference_mode_can_be_written_through_later(copied):
     model = amp.initialize(linear([[1.0]]), opt_level="O2")
