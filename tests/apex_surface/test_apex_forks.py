@@ -260,13 +260,3 @@ def test_deepspeed_trains_by_its_config(tmp_path, level):
     """engine.backward in micro-batches, clipping, the schedule, checkpoints: DeepSpeed as it is, through `run`."""
     (seen,) = deepspeed_seen(tmp_path, level, 2)
     assert learned(seen["losses"]) and seen["lr"] == [0.01] and seen["resumed"]
-
-
-@pytest.mark.slow
-@needs_deepspeed
-def test_deepspeed_in_two_processes_needs_combine_ddp(tmp_path):
-    for process, printed in deepspeed_run(tmp_path, "O2", processes=2, port=29612):
-        assert process.returncode != 0 and 'add "combine_ddp": true to "amp" in its config' in printed
-    first, second = deepspeed_seen(tmp_path, "O2", 2, '{"combine_ddp": true}', processes=2, port=29613)
-    assert first["masters"] == second["masters"] and first["resumed"] and second["resumed"]
-    assert learned(first["losses"])

@@ -40,44 +40,6 @@ def test_disable_casts_reaches_into_models(amp):
         assert mm_dtype() is torch.float32
 
 
-def test_decorators_and_registrations(amp):
-    """DCNv2 and detectron forms: float_function(_C.nms), a static forward, half_function(F.apply)."""
-    seen = []
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        @amp.half_function
-        def forward(ctx, inputs):
-            seen.append(inputs.dtype)
-            return inputs * 2
-
-        @staticmethod
-        @amp.float_function
-        def backward(ctx, grad):
-            seen.append(grad.dtype)
-            return grad * 2
-
-    nms = amp.float_function(lambda boxes: boxes)
-    apply = amp.half_function(Function.apply)
-    promote = amp.promote_function(lambda a, b: (a, b))
-    module = type("Module", (), {"score": staticmethod(lambda x: x)})
-    assert nms(torch.ones(1).half()).dtype is torch.float16, "before initialize nothing is cast"
-    amp.register_half_function(torch, "einsum")
-    amp.register_float_function(torch, "sigmoid")
-    amp.register_promote_function(module, "score")
-    with pytest.raises(ValueError, match="no function named"):
-        amp.register_half_function(torch, "does_not_exist")
-    make(amp, "O1")
-    assert nms(torch.ones(1).half()).dtype is torch.float32
-    inputs = torch.ones(1, requires_grad=True)
-    assert apply(inputs).dtype is torch.float16
-    apply(inputs).sum().float().backward()
-    assert inputs.grad.dtype is torch.float32 and seen[0] is torch.float16
-    assert [t.dtype for t in promote(torch.ones(1).half(), torch.ones(1))] == [torch.float32] * 2
-    assert torch.einsum("i,i->", torch.ones(2), torch.ones(2)).dtype is torch.float16
-    assert torch.sigmoid(torch.ones(2).half()).dtype is torch.float32
-
-
 def test_the_handle_of_an_o1_training_deactivates_it(amp):
     """fairseq's pre_export; the tearDown of Apex's own tests."""
     model, optimizer = make(amp, "O1")

@@ -37,7 +37,6 @@ from op_calls import (
 )
 from torch import Tensor, nn
 
-from amp_patch import amp
 from amp_patch.apex.amp import lists
 from amp_patch.casts import install, regions
 from amp_patch.casts.apex_oplists import APEX
@@ -141,15 +140,6 @@ def test_low_precision_with_fp64_is_refused_and_fp32_with_fp64_is_not(owner: str
             assert result_types(call_of(owner, name, args, kwargs)) <= {DOUBLE}
 
 
-def test_promote_function_refuses_fp64_as_well() -> None:
-    half, double = torch.ones(2, dtype=HALF), torch.ones(2, dtype=DOUBLE)
-    promote = amp.promote_function(lambda xs: torch.sub(*xs))
-    with inside, pytest.raises(NotImplementedError, match=r"float16 and torch\.float64"):
-        promote([half, double])
-    with regions.region(NATIVE):
-        assert promote([half, double]).dtype is DOUBLE
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # In place
 
@@ -247,7 +237,3 @@ def test_edits_act(monkeypatch: pytest.MonkeyPatch) -> None:
     install.install("apex")  # as the next initialize does
     with inside:
         assert F.relu(x).dtype is HALF and F.softmin(half, dim=0).dtype is HALF
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The outputs of a cast model

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
@@ -64,43 +62,3 @@ def test_the_amp_module_works_as_a_state_object(amp):
         except TypeError:
             thing.load_state_dict(checkpoint[name])
     assert amp._amp_state.loss_scalers[0]._loss_scale == 2.0**10
-
-
-class Small(nn.Module):
-    """A convolution and a batch norm, of whose outputs the mean is the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.layers(images).mean()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_inputs_beyond_fp16_lower_the_scale_of_their_loss_alone(amp, level):
-    """Apex's suite: three losses, of which each gets another number of batches that FP16 cannot hold."""
-    torch.manual_seed(0)
-    model = Small()
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, num_losses=3, verbosity=0
-    )
-    start = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
-    before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for index, overflows in enumerate((0, 1, 2)):
-            for _ in range(overflows):
-                optimizer.zero_grad()
-                loss = model(torch.randn(4, 3, 8, 8) * 2.0**20)
-                with amp.scale_loss(loss, optimizer, loss_id=index) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-    told = [each for each in caught if "cannot hold" in str(each.message)]
-    if level == "O2":
-        assert len(told) == 1 and told[0].filename == __file__ and "argument 'images' holds" in str(told[0].message)
-        ends = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
-        assert ends == [scale / 2**overflows for overflows, scale in enumerate(start)]
-        assert same(before, [p.detach() for p in amp.master_params(optimizer)])
-    else:
-        assert not told  # O1 casts no inputs of the model

@@ -215,24 +215,6 @@ def test_functions_of_others_are_called_as_they_are(monkeypatch: pytest.MonkeyPa
 
 
 @needs_install
-@pytest.mark.parametrize("bias", [True, False])
-def test_products_and_their_gradients(bias: bool) -> None:
-    torch.manual_seed(0)
-    x, weight, offset = torch.randn(3, 4, requires_grad=True), nn.Parameter(torch.randn(5, 4)), torch.randn(5)
-    extra = (offset,) if bias else (None,)
-    low = [t.detach().half().requires_grad_() for t in (x, weight)]
-    expected = F.linear(*low, offset.half() if bias else None)
-    expected.sum().backward()
-    with regions.region(o1()):
-        for result in (F.linear(x, weight, *extra), F.linear(x, weight=weight, bias=extra[0])):
-            x.grad = weight.grad = None
-            torch.testing.assert_close(result, expected, rtol=0, atol=0)
-            result.sum().backward()
-            torch.testing.assert_close(x.grad, low[0].grad.float(), rtol=0, atol=0)
-            torch.testing.assert_close(weight.grad, low[1].grad.float(), rtol=0, atol=0)
-
-
-@needs_install
 def test_no_references_are_lost_or_kept() -> None:
     x, y, weight = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64), nn.Parameter(torch.ones(2, 2))
     low, items, policy = x.half(), [x, x.half()], o1()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from torch.nn import functional as F
 from training import SGD
 
 from amp_patch import amp
-from amp_patch.casts import cpu_half, install, regions
+from amp_patch.casts import cpu_half, regions
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.training.training import trainings
 
@@ -197,32 +196,6 @@ def test_an_overflow_in_backward_skips_the_step(level):
     assert training.same([p.detach() for p in amp.master_params(optimizer)], before)
 
 
-@crossed({"kind": [nn.LSTM, nn.GRU, nn.RNN], "policy": POLICIES}, meet=1)
-def test_recurrent_networks_are_near_fp32(kind, policy, installed):
-    """Their products are emulated, and what stands between them is torch's, in the low type."""
-    torch.manual_seed(0)
-    low = kind(3, 4, num_layers=2, bidirectional=True).to(policy.dtype)
-    wide = kind(3, 4, num_layers=2, bidirectional=True)
-    with torch.no_grad():
-        for p, q in zip(wide.parameters(), low.parameters(), strict=True):
-            p.copy_(q)
-    inputs = torch.randn(5, 2, 3).to(policy.dtype)
-    found: list[Tensor] = []
-
-    def train() -> None:
-        with regions.region(policy):
-            found.append(low(inputs)[0])
-        found[0].float().sum().backward()
-
-    assert half_kernels(train, policy.dtype) == []
-    expected = wide(inputs.float())[0]
-    expected.sum().backward()
-    near = 8 * torch.finfo(policy.dtype).eps  # the roundings of five steps and two layers
-    torch.testing.assert_close(found[0].float(), expected, atol=near, rtol=0.0)
-    for p, q in zip(wide.parameters(), low.parameters(), strict=True):
-        assert (p.grad - q.grad).norm() <= 4 * near * p.grad.norm()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The argument.
 
@@ -347,33 +320,8 @@ def test_a_cap_on_torchs_instructions_counts_as_the_processor(cap, fp16, bf16, m
     assert ask(FP16) is fp16 and ask(torch.bfloat16) is bf16
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", ["bmm", "dot"])
-def test_a_listed_function_that_the_user_registers_as_half_is_emulated_still(name, level):
-    class Product(nn.Linear):
-        def forward(self, x):
-            x = super().forward(x)
-            return torch.bmm(x[None], x[None]) if name == "bmm" else torch.dot(x[0], self.bias)
-
-    try:
-        amp.register_half_function(torch, name)
-        model = amp.initialize(Product(3, 3), opt_level=level, cpu_half="emulate", cast_model_outputs=FP16)
-        found: list[Tensor] = []
-        assert half_kernels(lambda: found.append(model(torch.randn(3, 3)))) == []
-        assert found[0].dtype is FP16
-    finally:
-        install._registered.clear()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Trainings.
-
-
-def test_a_pickled_model_emulates_where_it_is_loaded():
-    pickled = pickle.dumps(amp.initialize(training.convnet(), opt_level="O2", cpu_half="emulate").eval())
-    amp.restore()
-    model = pickle.loads(pickled)
-    assert half_kernels(lambda: model(training.images(0)[0])) == []
 
 
 def test_amp_autocast_on_a_cpu(monkeypatch):

@@ -19,7 +19,6 @@ from cpu_half_cases import (
 )
 from torch import Tensor
 from torch.nn import functional as F
-from torch.testing._internal.two_tensor import TwoTensor
 from training import run_in_thread
 
 from amp_patch import amp
@@ -181,27 +180,6 @@ def test_backward_on_a_thread_of_autograds_own(installed):
     assert torch.equal(w.grad, (a.detach().float().t() @ torch.ones(64, 64)).half())
 
 
-class Tagged(Tensor):
-    """A subclass that counts the functions called on it."""
-
-    calls: list[str]
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        Tagged.calls.append(function.__name__)
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-def test_subclasses_keep_their_class_and_see_the_call(installed):
-    a = torch.randn(3, 3).half()
-    Tagged.calls = []
-    tagged = a.as_subclass(Tagged).requires_grad_()
-    with regions.region(ONLY_EMULATES):
-        product = torch.mm(tagged, a)
-    assert type(product) is Tagged and product.dtype is FP16 and "mm" in Tagged.calls
-    assert torch.equal(product.as_subclass(Tensor), (a.float() @ a.float()).half())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What autograd keeps.
 
@@ -238,19 +216,6 @@ def test_a_mask_changed_before_backward_is_noticed(installed):
     mask.fill_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0"):
         out.sum().backward()
-
-
-def test_wrapper_subclasses_may_be_operands(installed, monkeypatch):
-    def no_storage(self):
-        raise NotImplementedError("a wrapper")
-
-    monkeypatch.setattr(TwoTensor, "untyped_storage", no_storage, raising=False)
-    x, w = TwoTensor(torch.ones(2, 2).half(), torch.ones(2, 2).half()), half(2, 2)
-    with regions.region(ONLY_EMULATES):
-        out = F.linear(x, w)
-    assert type(out) is TwoTensor and out.dtype is FP16
-    (found,) = torch.autograd.grad(out.sum(), w)
-    assert found.a.tolist() == [[2.0, 2.0]] * 2
 
 
 def test_views_and_transposes_of_operands_come_back_right(installed):

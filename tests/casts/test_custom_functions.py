@@ -253,21 +253,6 @@ def test_torch_s_decorators_in_a_training_keep_the_casts_of_the_training_in_back
         seen.clear()
 
 
-def test_torch_s_switched_off_in_a_recomputed_forward_is_the_user_s_word(seen):
-    def block(x):
-        with torch.autocast("cpu", enabled=False):
-            Product.seen.append((x @ x).dtype)
-        return (x @ x).float() + x * x
-
-    for reentrant in (True, False):
-        x = leaves()[0]
-        with amp.autocast("cpu", torch.float16):
-            out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant).sum()
-        with amp.autocast("cpu", torch.float16):
-            out.backward()
-    assert seen == [torch.float32] * 4
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_cast_inputs_does_nothing_in_a_cast_model(level, seen):
     """Nothing is cast there while it runs, also where FP16 on a CPU is emulated."""

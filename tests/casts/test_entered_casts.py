@@ -104,29 +104,6 @@ def suspended_in(block: regions.region) -> Iterator[None]:
     return started
 
 
-REGIONS: dict[str, Callable[[], regions.region]] = {
-    "region": lambda: regions.region(None),
-    "process_wide_region": lambda: regions.process_wide_region(None),
-    "no_casts_within": regions.no_casts_within,
-}
-
-
-@pytest.mark.parametrize("kind", REGIONS)
-def test_a_region_that_ends_while_another_one_is_left_takes_itself_away(kind: str) -> None:
-    """As if the garbage collector closes a suspended generator during the exit of a region."""
-
-    class EndsAnother(regions.region):
-        def on_exit(self, entry: Any) -> None:
-            other.close()
-
-    other = suspended_in(REGIONS[kind]())
-    with EndsAnother(None):
-        pass
-    assert casts_state.outside()
-    assert not thread_state.this_thread.uncastable_entries
-    assert not casts_state.overrides
-
-
 def test_regions_end_wherever_the_garbage_collector_finds_their_generators() -> None:
     def forget_one() -> None:
         cycle: list[Any] = [suspended_in(regions.process_wide_region(None))]

@@ -205,38 +205,6 @@ def test_casts_are_installed_and_removed_under_calls() -> None:
 
 
 @needs_clean
-def test_the_default_changes_under_calls() -> None:
-    """Threads outside regions follow the default of the moment; those in a region do not notice."""
-    install.install()
-    x, weight, done = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2)), threading.Event()
-
-    def outside() -> None:
-        while not done.is_set():
-            assert (x @ weight).dtype in (HALF, BF16, FULL)
-            now = casts_state.current()  # asked once: it changes meanwhile
-            assert now is None or now.opt_level == "O1"
-            assert casts_state.in_use.cached() == 0
-
-    def inside() -> None:
-        with regions.region(o1(BF16)):
-            while not done.is_set():
-                assert (x @ weight).dtype is BF16
-
-    def change() -> None:
-        try:
-            for step in range(300):
-                casts_state.set_default(o1((HALF, BF16)[step % 2]))  # the policy before dies
-                with regions.process_wide_region(o1(HALF)):
-                    assert (x @ weight).dtype is HALF
-                casts_state.set_default(None)
-                assert (x @ weight).dtype is FULL
-        finally:
-            done.set()
-
-    run_on_threads(change, outside, outside, inside)
-
-
-@needs_clean
 def test_threads_that_end_inside_regions() -> None:
     """The cache of an ended thread is freed, whether its weights are freed before, after or with the thread."""
     install.install()
@@ -375,30 +343,3 @@ def test_replicas_of_a_training_in_threads(level: str, accelerator: None) -> Non
     for one, other in zip(single, threaded, strict=True):  # low-precision weights add their gradients up in their type
         rounding = 4 * torch.finfo(one.dtype).eps * one.abs().max().item()
         torch.testing.assert_close(other, one, rtol=0, atol=rounding)
-
-
-@needs_clean
-def test_ours_and_torchs_side_by_side_in_threads() -> None:
-    """Each thread has its own mixture, and leaves nothing to the others."""
-    install.install()
-    x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
-    kinds: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
-        "ours": (lambda: amp.autocast("cpu", HALF), HALF),
-        "off": (lambda: amp.disable_casts(), FULL),
-        "theirs": (lambda: torch.autocast("cpu", BF16), BF16),
-        "theirs off": (lambda: torch.autocast("cpu", enabled=False), FULL),
-    }
-
-    def work(names: tuple[str, str]) -> None:
-        (outer, first), (inner, second) = (kinds[name] for name in names)
-        for _ in range(40):
-            with outer():
-                assert (x @ weight).dtype is first
-                with inner():
-                    out = x @ weight
-                    assert out.dtype is second
-                assert (x @ weight).dtype is first
-            (gradient,) = torch.autograd.grad(out.float().sum(), weight)
-            assert gradient.dtype is FULL and (x @ weight).dtype is FULL
-
-    run_on_threads(*(lambda names=names: work(names) for names in itertools.permutations(kinds, 2)))

@@ -11,48 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import training
 from compared_runs import made_up_look, made_up_run
-from crossed import crossed
 from torch import nn
-from training import DUPLICATES, LEVELS, SGD, assert_unchanged, convnet, images
+from training import DUPLICATES, assert_unchanged, convnet, images
 
 from amp_patch import amp
 from amp_patch.apex.amp import scaler as apex_scaler
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.training.loss_scaler import LossScaler
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models alone
-
-CLOSED = [{"opt_level": "O5", "master_weights": form} for form in ("split", "stochastic")]
-
-
-@crossed(
-    pytest.mark.parametrize(
-        "options", [*({"opt_level": level} for level in LEVELS), *CLOSED], ids=[*LEVELS, "split", "stochastic"]
-    ),
-    {"duplicate": DUPLICATES},
-    meet=1,
-)
-def test_a_copied_model_runs_its_own_weights(options, duplicate):
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), **options)
-    training.train(model, optimizer, 2)
-    inputs = images(0)[0]
-    model.eval()
-    twin = duplicate(model)
-    expected = model(inputs)
-    assert torch.equal(twin(inputs), expected) and isinstance(twin, training.ConvNet)
-    with torch.no_grad():
-        twin.head.weight.zero_()
-        twin.head.bias.zero_()
-    assert not twin(inputs).any()
-    weight = twin.state_dict()["head.weight"]
-    assert not weight.any() and weight.dtype is torch.float32
-    assert torch.equal(model(inputs), expected)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Values

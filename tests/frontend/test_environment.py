@@ -14,7 +14,6 @@ from crossed import crossed
 from torch import nn
 
 import amp_patch as native
-from amp_patch.casts.cpu_half import resolve_cpu_half
 from amp_patch.environment import RUNGS, asked_level, name_of, named_level
 from amp_patch.integrations.opt_level import OptLevel
 from amp_patch.model.forward import policy_of
@@ -286,47 +285,6 @@ def test_an_overridden_script_has_the_losses_of_its_new_level_to_the_bit(initial
     assert losses(initialize, opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=True) == plain
     environment("O5")
     assert losses(initialize, opt_level="O1") == o5 != plain
-
-
-def test_fsdp_policy_goes_with_initialize(environment):
-    environment("O2", "bfloat16")
-    assert native.fsdp_policy("O1").param_dtype is BF16
-    assert native.fsdp_policy("O0").param_dtype is None  # of modules that stay FP32
-    environment("O0")
-    assert native.fsdp_policy("O2").param_dtype is None
-
-
-def test_the_handle_of_the_api_before_initialize(amp, environment):
-    """`amp.init` accepts O0 and O4 instead of O1, because it has no model to cast."""
-    weight = torch.ones(1, 1)
-    for level, dtype in (("O0", torch.float32), ("O4", BF16), ("O1", HALF)):
-        environment(level)
-        handle = amp.init(loss_scale=4.0)
-        layer = nn.Linear(1, 1)
-        optimizer = handle.wrap_optimizer(torch.optim.SGD(layer.parameters(), lr=0.25))
-        assert handle.is_active() and torch.mm(weight, weight).dtype is dtype
-        with optimizer.scale_loss(layer(weight).float().sum()) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        assert layer.weight.grad.item() == 1.0
-        assert native.loss_scale(optimizer).item() == (1.0 if level == "O0" else 4.0)
-        handle._deactivate()
-        assert torch.mm(weight, weight).dtype is torch.float32
-        handle._is_active = True
-        assert torch.mm(weight, weight).dtype is dtype
-        handle._deactivate()
-    environment("O2")
-    with pytest.raises(ValueError, match="AMP_PATCH_OPT_LEVEL is 'O2', which casts a model"):
-        amp.init()
-    assert not amp.init(enabled=False).is_active()
-
-
-def test_the_plugins_for_trainers_go_with_it(environment):
-    environment("O5")
-    plugin = OptLevel("O1", loss_scale=4.0)
-    plugin.models = [nn.Linear(1, 1)]
-    plugin._initialize([torch.optim.SGD(plugin.models[0].parameters(), lr=0.1)])
-    assert policy_of(plugin.models[0]) == resolve_cpu_half(resolve("O5", loss_scale=4.0), on_cpu=True)
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])

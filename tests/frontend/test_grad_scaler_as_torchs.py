@@ -110,18 +110,6 @@ def test_an_interval_below_the_counter_waits_for_the_next_overflow(how, interval
     assert told[0] == told[1]
 
 
-def test_a_scale_does_not_grow_beyond_fp32():
-    """torch's test of the same name: the scale stays finite where growth would make it infinite."""
-    for scaler in scalers(init_scale=2.0**127, growth_interval=1):
-        model, optimizer = model_and_optimizer()
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 2.0**127
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_spoilt_after_unscale_are_the_script_s_own_affair(device, fused):

@@ -15,7 +15,6 @@ from captured_steps import (
     cleared_fixture,  # noqa: F401  the fixture `cleared`
     scaler_on,
 )
-from conftest import DEVICES
 from torch import Tensor
 from torch._dynamo.utils import counters
 from training import LEVELS, SGD, convnet, images, linear, same, weights
@@ -45,35 +44,6 @@ def test_each_level_is_one_graph(level):
     model = convnet()
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, verbosity=0)
     assert_one_graph(Step(model, optimizer, fullgraph=True))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor's own import
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["native", "O1", "O2", "O5"])
-def test_inductor_trains_to_the_eager_losses(form, device):
-    def made(**options: Any) -> Step:
-        model = convnet(device=device)
-        optimizer = SGD(model.parameters())
-        if form == "native":
-            scaler = scaler_on(device)
-            graph = Step(model, optimizer, scaler=scaler, dtype=torch.float16, **options)
-        else:
-            model, optimizer = amp.initialize(model, optimizer, opt_level=form, verbosity=0)
-            graph = Step(model, optimizer, **options)
-        return graph
-
-    expected = [made_loss.item() for made_loss in _run(made(disable=True), device)]
-    counters.clear()
-    graph = made(backend="inductor")
-    losses = _run(graph, device)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    # Losses of earlier calls keep their values, also where CUDA graphs use their memory again.
-    torch.testing.assert_close([loss.item() for loss in losses], expected, rtol=0, atol=5e-3)
-
-
-def _run(graph: Graph, device: str) -> list[Tensor]:
-    return [graph(*images(step, device)) for step in range(8)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -86,24 +86,6 @@ def test_a_growing_net_adds_a_param_group_before_or_after_the_first_backward(lev
     assert len(optimizer.param_groups) == 2
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_parameters_can_be_frozen_and_thawed_in_mid_run(level):  # 643
-    model = convnet()
-    model.head.requires_grad_(False)
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    head = training.weights(model.head)
-    step(model, optimizer)
-    assert training.same(training.weights(model.head), head)
-    model.head.requires_grad_(True)
-    model.body.requires_grad_(False)
-    inputs, targets = training.images(0)
-    backward(nn.functional.cross_entropy(model(inputs), targets) / 8, optimizer)
-    with_grad = [p for p in amp.master_params(optimizer) if p.grad is not None]
-    assert len(with_grad) == 2 and all(p.requires_grad for p in with_grad)
-    optimizer.step()
-    assert not training.same(training.weights(model.head), head)
-
-
 class Homemade:
     """No torch Optimizer at all, only its shape."""
 
@@ -134,27 +116,3 @@ def test_optimizers_by_shape_alone_are_accepted(level):
         assert model.weight.item() == expected
     amp.restore()
     assert type(optimizer) is Homemade and vars(optimizer).keys() == {"param_groups"}
-
-
-# --- the forms that public scripts use -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("clear", ["model.zero_grad", "grad = None"])
-def test_a_script_that_clears_only_the_model_s_gradients_never_accumulates(level, clear):  # tacotron2, dcgan
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0, verbosity=0
-    )
-    backward(model(torch.full((1, 1), math.inf)).sum(), optimizer)
-    optimizer.step()
-    assert skipped(optimizer)
-    for expected in (0.75, 0.5, 0.25):
-        if clear == "model.zero_grad":
-            model.zero_grad()
-        else:
-            for p in model.parameters():
-                p.grad = None
-        backward(model(torch.full((1, 1), 0.25)).sum(), optimizer)
-        optimizer.step()
-        assert model.weight.item() == expected

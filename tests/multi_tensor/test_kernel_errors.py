@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 import sys
 from decimal import Decimal
@@ -24,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import backends
-from amp_patch.multi_tensor.checks import Contract
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors: what came, what was wanted, and nothing written
@@ -175,16 +173,6 @@ def test_tensors_without_their_memory_are_refused():
     mt.multi_tensor_unscale([empty], 2.0, flag())
 
 
-def test_lists_that_overlap_through_two_storages_are_refused():
-    base = torch.arange(200.0)
-    one, other, same = base[:100], torch.from_dlpack(base.numpy()[4:104]), torch.from_dlpack(base.numpy()[:100])
-    with pytest.raises(ValueError, match=r"^multi_tensor_scale: tensor 0 of dst overlaps tensor 0 of src in memory"):
-        mt.multi_tensor_scale([one], [other], 2.0)
-    assert base.tolist() == list(range(200))
-    mt.multi_tensor_scale([one], [same], 2.0)  # the very same elements
-    assert one.tolist() == list(range(0, 200, 2))
-
-
 # Argument -> calls with a wrong value of it, beside a list of tensors that it would write.
 ARGUMENTS = {
     "found_inf": [
@@ -226,39 +214,6 @@ def test_a_wrong_number_or_flag_is_refused_by_name_and_nothing_is_written(argume
             assert tensors[0].tolist() == [1.0] * 3
 
 
-def seen_through_vmap():
-    seen = []
-    torch.func.vmap(lambda t: (seen.append(t), t)[1])(torch.ones(3, 3))
-    return seen[0]
-
-
-def freed():
-    tensor = torch.ones(3)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-@pytest.mark.parametrize(
-    "make",
-    [seen_through_vmap, freed, lambda: torch._efficientzerotensor((3,)), lambda: torch._to_functional_tensor(F32)],
-    ids=["vmap", "freed", "lazy zero", "functionalized"],
-)
-def test_tensors_without_memory_are_refused(make):
-    tensors, found = [torch.ones(3)] * 2, flag()
-    lists = [torch.ones(3), make()]
-    for call, label in [
-        (lambda: mt.multi_tensor_unscale(lists, 2.0, found), "tensor 1 of grads"),
-        (lambda: mt.multi_tensor_scale(lists, tensors, 2.0, found), "tensor 1 of src"),
-        (lambda: mt.multi_tensor_scale(tensors, lists, 2.0, found), "tensor 1 of dst"),
-        (lambda: mt.multi_tensor_l2norm(lists), "tensor 1 of tensors"),
-    ]:
-        with pytest.raises(
-            TypeError, match=rf"^multi_tensor_\w+: {label} has no memory of its own .*a plain tensor is"
-        ):
-            call()
-    assert lists[0].tolist() == tensors[0].tolist() == [1.0] * 3 and found == found._version == 0
-
-
 def test_flags_and_scales_that_require_grad_are_written_under_no_grad_alone():
     tensors, found = [torch.tensor([1.0, INF])], torch.zeros((), requires_grad=True)
     with pytest.raises(ValueError, match=r"^multi_tensor_check_finite: found_inf requires grad.*torch.no_grad\(\)$"):
@@ -287,14 +242,6 @@ def test_any_number_is_a_factor(factor):
     tensors = [torch.full((3,), 4.0)]
     mt.multi_tensor_unscale(tensors, factor, flag())
     assert tensors[0].tolist() == [4.0 * float(factor)] * 3
-
-
-def test_contracts_have_the_names_of_the_functions_arguments():
-    contracts = [c for module in (mt, mt.steps) for c in vars(module).values() if isinstance(c, Contract)]
-    assert {c.name for c in contracts} == {name for name in mt.__all__ if name.startswith(("multi_tensor_", "update_"))}
-    for contract in contracts:
-        taken = inspect.signature(getattr(mt, contract.name)).parameters
-        assert {part.name for part in (*contract.lists, *contract.arguments)} <= set(taken), contract.name
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -48,22 +48,6 @@ def test_one_flag_may_be_both(device):
         assert (scale.item(), tracker.item(), found.item()) == (*expected, 0.0)
 
 
-@device
-@pytest.mark.parametrize("start", [2.0**-125, 1e-37, 2.0**-149])
-@pytest.mark.parametrize("backoff", [0.5, 0.3, 1e-9])
-def test_a_scale_that_backs_off_for_ever_keeps_an_inverse_that_is_finite(backoff, start, device):
-    """Of the powers of two 2**-127 is the last one that has one."""
-    scale, tracker = scaler(start, device)
-    for _ in range(30):
-        mt.update_scale(scale, tracker, torch.tensor(1.0, device=device), backoff_factor=backoff, min_scale=2.0**-149)
-    assert scale.item() == 2.0**-127 and tracker.item() == 0
-    inverse = scale.double().reciprocal().float()
-    assert inverse.isfinite().all() and inverse * scale == 1.0
-    assert (scale.double() / 2).reciprocal().float().isinf().all()
-    mt.update_scale(scale, tracker, torch.tensor(0.0, device=device), growth_interval=1)
-    assert scale.item() == 2.0**-126
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
