@@ -328,16 +328,6 @@ def test_the_table_of_explain_shows_whole_names_and_merges_equal_calls():
     assert "no function" in str(explain(nn.Identity(), torch.ones(1)))
 
 
-def test_explain_refuses_a_nested_call():
-    class Curious(nn.Module):
-        def forward(self, x):
-            return explain(nn.ReLU(), x)
-
-    with pytest.raises(RuntimeError, match="explain: called within a forward that is being explained"):
-        explain(Curious(), torch.ones(1))
-    assert explain(nn.ReLU(), torch.ones(1)).calls
-
-
 def test_explain_does_not_change_or_show_other_threads(wrappers):
     """Explaining a forward in one thread neither changes nor shows a forward in another."""
     model = initialize(nn.Linear(2, 2), opt_level="O4")

@@ -236,16 +236,6 @@ def test_inspect_counts_no_gradient_where_there_is_none(device):
     assert seen.not_finite is None
 
 
-def test_inspect_accepts_fp64_models_beyond_the_range_of_fp32():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    with inspect(model) as seen:
-        (model(torch.ones(1, 4, dtype=torch.float64)).sum() * 1e300).backward()
-        model[1](torch.ones(1, dtype=torch.float64)).mul(1e300).mul(1e-300)
-    assert seen.not_finite is None
-    assert seen.errors["0"] < 1e-6
-    assert all(set(histogram.counts) == {127} for histogram in seen.activation_gradients.values())
-
-
 def test_inspect_prints_the_worst_numbers():
     factors, weight, *_ = PLANTED["forward"]
     seen, _ = look_deep("O2", "cpu", factors, weight)
@@ -311,16 +301,3 @@ def test_an_infinity_that_fp32_makes_too_has_no_keep_list(level):
     seen, _ = look_deep(level, "cpu", {}, model=Residual(), **options)
     assert seen.not_finite.module == "block" and seen.keep_fp32() == []
     assert ("FP32 made it" in str(seen)) == (level == "O0")
-
-
-def test_inspect_ignores_a_nan_that_user_code_writes_and_removes():
-    class Pads(nn.Linear):
-        def forward(self, x):
-            x = x.clone()
-            x[0] = math.nan
-            return super().forward(x.nan_to_num())
-
-    model = Pads(4, 4)
-    with inspect(model) as seen:
-        model(torch.ones(2, 4)).sum().backward()
-    assert seen.not_finite is None

@@ -223,12 +223,3 @@ def test_compare_outputs_refuses_bad_arguments_by_name(change, error, message):
 def test_an_unknown_pair_raises_a_key_error_with_the_known_pairs():
     with pytest.raises(KeyError, match=r"pairs are \('O0', 'O5'\)"):
         amp.compare_outputs(linear(ROWS), INPUTS, ["O5"])["O0", "O4"]
-
-
-@pytest.mark.slow  # Inductor compiles
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_a_compiled_level_is_compared_with_an_eager_one():
-    found = amp.compare_outputs(Named(), torch.ones(1, 1), [], pairs=[("O5", "O5 compiled"), ("O0", "O5 compiled")])
-    assert [each.second for each in found.distances] == ["O5 BF16 compiled"] * 2
-    assert [each.output for each in found.distances] == [0.0, 2.0**-9 / FINE]
-    assert [each.modules for each in found.distances] == [{}, {}]

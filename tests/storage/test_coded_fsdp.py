@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from coded_shards import (
     ROUNDED,
     SHARDED,
@@ -180,27 +179,6 @@ def read_and_written(make: str) -> None:
 @pytest.mark.parametrize("make", ["AdamW", "NAdam"])
 def test_reads_of_the_state_return_fp32_dtensors_and_writes_are_encoded(ranks, make):
     ranks(read_and_written, make)
-
-
-def with_closure() -> dict[str, Any]:
-    model, optimizer = start("SGD, not fused", **SHARDED["O4"])  # torch's fused SGD takes no DTensors
-    for step in range(4):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, 2 * step + dist.get_rank())
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    assert coded(optimizer)
-    return {"weights": here(model.parameters()), "state": state_of(optimizer)}
-
-
-def test_a_step_with_a_closure(ranks):
-    theirs = ranks(referenced, "SGD, not fused", SHARDED["O4"])
-    for ours, wanted in zip(ranks(with_closure), theirs, strict=True):
-        assert same(ours["weights"], wanted["weights"]) and same(ours["state"], wanted["state"])
 
 
 def tensor_parallel(kept: Any) -> list[Tensor]:

@@ -97,19 +97,6 @@ def test_extreme_numbers_come_back_to_the_bit():
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def test_other_memory_orders_come_back_to_the_bit():
-    model = nn.Sequential(nn.Conv2d(16, 16, 5).to(memory_format=torch.channels_last))
-    model, optimizer = start(MAKERS["AdamW"], model)
-    with amp.scale_loss(model(torch.randn(2, 16, 8, 8)).square().mean(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
-    states = optimizer.state_dict()
-    in_file = through_file(amp.compress_state_dict(states))
-    assert sorted(compressed_names(in_file)) == ["exp_avg", "exp_avg_sq"]
-    for one, other in zip(tensors_of(amp.decompress_state_dict(in_file)), tensors_of(states), strict=True):
-        assert torch.equal(one, other) and one.stride() == other.stride()
-
-
 @one_of_each_way
 def test_state_that_is_fp32_is_left_as_it_is(make):
     _, optimizer = trained(make, optimizer_state=None)
@@ -215,17 +202,6 @@ def test_codes_that_torch_has_cast_to_bf16_are_decoded_to_its_precision(state):
         torch.testing.assert_close(ours, theirs, rtol=2**-8, atol=0)
         assert ours.dtype is torch.float32
     go_on(model, its_optimizer, range(3, 4))
-
-
-def test_a_copied_optimizer_and_one_of_frozen_weights_load_it():
-    model = net().bfloat16()
-    model[0].requires_grad_(False)
-    model, optimizer = start(MAKERS["AdamW"], model)
-    go_on(model, optimizer, range(3))
-    states, wanted = amp.compress_state_dict(optimizer.state_dict()), state_of(optimizer)
-    for each in (optimizer, copy.deepcopy((model, optimizer))[1]):
-        each.load_state_dict(states)
-        assert same(state_of(each), wanted)
 
 
 def test_steps_after_the_load_leave_the_loaded_codes_as_they_were():

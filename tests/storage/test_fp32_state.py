@@ -14,7 +14,7 @@ from coded_shards import state_of as state_here
 from coded_states import LEVELS, MAKERS, coded, go_on, kept_names, net, start, state_of, through_file
 from fsdp_trainings import restored_fixture  # noqa: F401  the fixture `restored`
 from torch import nn
-from training import masters_of, same, through_pickle
+from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
 
@@ -163,16 +163,6 @@ def test_checkpoints_move_between_trainings_that_name_others(make):
         assert resumed == losses or first != second
         assert coded_params(its_optimizer) == kept
         amp.restore()
-
-
-@pytest.mark.parametrize("options", [LEVELS["O0"], LEVELS["split"], LEVELS["stochastic"]], ids=["O0", "split", "none"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-def test_copies_leave_the_same_state_in_fp32(copied, options):
-    model, optimizer = start(MAKERS["AdamW"], **options, fp32_state="2")
-    go_on(model, optimizer, range(2))
-    twin, its_optimizer = copied((model, optimizer))
-    assert go_on(twin, its_optimizer, range(2, 4)) == go_on(model, optimizer, range(2, 4))
-    assert coded_params(its_optimizer) == [0]
 
 
 @pytest.mark.parametrize(("dtype", "level"), [(torch.float32, "O0"), (torch.bfloat16, "O5")])

@@ -32,8 +32,6 @@ from torch import Tensor, nn
 from training import backward, same
 
 from amp_patch import amp
-from amp_patch.support import device_sync
-from amp_patch.support.distributed import place_in_whole
 from amp_patch.training.arguments import ClosureAlreadyRun
 
 pytestmark = pytest.mark.skipif(
@@ -121,30 +119,6 @@ def of_two_meshes() -> list[Tensor]:
 def test_hybrid_sharding_rounds_replicas_alike(four):
     wanted = whole_training("NAdam", ROUNDED, net, shards=False)["weights"]
     assert all(same(weights, wanted) for weights in four(of_two_meshes))
-
-
-def places() -> list[list[int | None]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    twice = init_device_mesh("cpu", (1, 2))
-    counted = [torch.arange(count * 6.0).reshape(count, 2, 3) for count in (7, 1, 0, 4)]
-    made = [
-        *(distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in counted),
-        distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()]),
-        distribute_tensor(torch.zeros(4, 2), twice, [Replicate(), Shard(0)]),
-        distribute_tensor(torch.zeros(4, 2), mesh, [Shard(1)]),
-        distribute_tensor(torch.zeros(4, 2), twice, [Shard(0), Shard(0)]),
-    ]
-    return [[place_in_whole(t), int(t.to_local().flatten()[0]) if t.to_local().numel() else -1] for t in made]
-
-
-def test_the_place_of_a_shard_is_that_of_its_first_element(ranks):
-    first, second = ranks(places)
-    assert [place for place, _ in first] == [0, 0, 0, 0, 0, 0, None, None]
-    assert [place for place, _ in second] == [24, 6, 0, 12, 0, 4, None, None]
-    assert [found for _, found in second[:4]] == [24, -1, -1, 12]
 
 
 def held() -> list[tuple[int, dict[str, int]]]:
@@ -274,41 +248,9 @@ def grows(kind: str) -> None:
     assert not any(same([a], [b]) for a, b in zip(before, here(model.parameters()), strict=True) if a.numel())
 
 
-def begins_without_any() -> None:
-    """An optimizer that holds frozen shards alone, and a group of others, when its training begins."""
-    model = sharded("O5", torch.bfloat16)
-    later = list(model[2].parameters())
-    optimizer = MAKERS["AdamW"](list(model[0].requires_grad_(False).parameters()))
-    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
-    model[0].requires_grad_(True)
-    optimizer.add_param_group({"params": later})
-    before = here([*model[0].parameters(), *later])
-    go_on(model, optimizer, range(2))
-    after = here([*model[0].parameters(), *later])
-    assert chance()["steps"] == [2] * 4 and not any(map(torch.equal, before, after))
-    assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
-
-
 @pytest.mark.parametrize("kind", ["rounded", "8 bit", "FP32 shards"])
 def test_a_group_that_comes_later_and_shards_that_were_frozen(ranks, kind):
     ranks(grows, kind)
-
-
-def test_shards_that_were_frozen_at_first_and_a_group_of_others(ranks):
-    ranks(begins_without_any)
-
-
-def moved(moves: bool) -> list[Tensor]:
-    model, optimizer = start("AdamW", **ROUNDED)
-    go_on(model, optimizer, range(2))
-    if moves:
-        model._apply(lambda tensor: tensor.clone())  # as model.to(device) does: the same parameters in other memory
-    go_on(model, optimizer, range(2, 4))
-    return here(model.parameters())
-
-
-def test_shards_that_moved_in_memory_are_stepped_there(ranks):
-    assert all(map(same, ranks(moved, True), ranks(moved, False)))
 
 
 def without_policy(policy: Any) -> list[Tensor]:
@@ -324,22 +266,6 @@ def without_policy(policy: Any) -> list[Tensor]:
 
 def test_shards_in_bf16_need_no_policy(ranks):
     assert all(map(same, ranks(without_policy, None), ranks(without_policy, "O5")))
-
-
-def captured(options: Any) -> None:
-    model, optimizer = start("AdamW", **options)
-    go_on(model, optimizer, range(2))
-    before = [*here(model.parameters()), *state_of(optimizer)]
-    backward(loss_of(model, 2), optimizer)
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(device_sync, "is_capturing", lambda: True)
-        with pytest.raises(RuntimeError, match="master_weights='stochastic' cannot be captured"):
-            optimizer.step()
-    assert same([*here(model.parameters()), *state_of(optimizer)], before)
-
-
-def test_a_step_in_the_capture_of_a_graph_is_refused_and_changes_nothing(ranks):
-    ranks(captured, ROUNDED)
 
 
 def begun_in_bf16(make: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from coded_shards import MAKERS, ROUNDED, SHARDED, go_on, here, resumable, sharded, start, state_of
+from coded_shards import ROUNDED, SHARDED, go_on, here, resumable, sharded, start, state_of
 from coded_states import OPTIM, coded, loss_of
 from coded_states import state_of as whole_state_of
 from fsdp_trainings import (
@@ -110,44 +110,6 @@ def pickled(make: str) -> None:
 @pytest.mark.parametrize("make", ["AdamW", "NAdam"])
 def test_a_pickled_optimizer_steps_as_the_first(ranks, make):
     ranks(pickled, make)
-
-
-def pickled_alone() -> None:
-    """The second of two optimizers, whose shards are the fifth and those after it of their training."""
-    model = sharded("O5", torch.bfloat16)
-    made = [MAKERS["NAdam"](list(part.parameters())) for part in (model[:2], model[2:4], model[4:])]
-    model, optimizers = amp.initialize(model, made, **ROUNDED, verbosity=0)
-    for step in range(2):
-        with amp.scale_loss(loss_of(model, step), optimizers) as loss:
-            loss.backward()
-        if step == 0:
-            [optimizer.step() for optimizer in optimizers]
-    copy = pickle.loads(pickle.dumps(optimizers[1]))
-    shards, copies = ([p for group in o.param_groups for p in group["params"]] for o in (optimizers[1], copy))
-    for param, other in zip(shards, copies, strict=True):
-        other.grad = param.grad.clone()
-    optimizers[1].step()
-    copy.step()
-    assert same(here(copies), here(shards))
-
-
-def test_one_of_several_optimizers_that_is_pickled_alone_rounds_by_the_same_chance(ranks):
-    ranks(pickled_alone)
-
-
-def pickled_without_any() -> None:
-    model = sharded("O5", torch.bfloat16)
-    optimizer = MAKERS["NAdam"]([nn.Parameter(torch.ones(4))])
-    model, optimizer = amp.initialize(model, optimizer, **ROUNDED, verbosity=0)
-    copy = pickle.loads(pickle.dumps(optimizer))
-    (param,) = copy.param_groups[0]["params"]
-    param.grad = torch.ones_like(param)
-    copy.step()
-    assert bool((param < 1).all())
-
-
-def test_a_pickled_optimizer_that_has_no_shards_yet_steps(ranks):
-    ranks(pickled_without_any)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from typing import Any
@@ -20,8 +19,6 @@ from split_masters import (
     training_fixture,  # noqa: F401
 )
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _device
 from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
@@ -59,16 +56,6 @@ def test_a_master_that_is_given_twice_and_one_in_a_transform(training):
     assert not master.is_open
     primal, _ = torch.func.jvp(lambda x: x * master, (tangent,), (tangent,))
     assert torch.equal(primal, master)
-
-
-def test_a_master_is_opened_outside_of_dispatch_modes(training):
-    model, optimizer = training
-    master = next(amp.master_params(optimizer))
-    # Up to torch 2.11 the mode takes parameters of torch's own class alone, and raises; the master is opened before.
-    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(TypeError):
-        assert isinstance(master * 2, FakeTensor)
-    assert torch.equal(high_half(master), model[0].weight)
-    iterate_split(model, optimizer, range(3, 4))
 
 
 @pytest.fixture(params=[True, "split"])
@@ -124,31 +111,6 @@ def test_a_tensor_that_is_made_of_a_master_is_a_copy(either):
     assert all(pickle.loads(pickle.dumps(function)) is function for function in make), "as a dataset's workers do"
     assert torch.as_tensor(master := next(amp.master_params(optimizer))) is master
     assert torch.tensor(data=[1, 2]).tolist() == [1, 2] and opened(optimizer) <= len(masters_of(optimizer))
-
-
-def test_constructors_obey_a_device_context_that_is_first_entered_beside_split_masters():
-    constructors = _device._device_constructors
-    constructors.cache_clear()
-    try:
-        start_split(MAKERS["AdamW"])
-        for _ in range(2):
-            with torch.device("meta"):
-                made = [make([1.0]) for make in (torch.tensor, torch.as_tensor, torch.asarray)]
-            assert {tensor.device.type for tensor in made} == {"meta"}
-            amp.restore()
-    finally:
-        constructors.cache_clear()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_torchscript_knows_the_constructors_beside_split_masters(training):
-    script = torch.jit.script(made_of_a_number)
-    assert script(torch.ones(2)).tolist() == [3.0, 3.0]
-    assert torch.compile(made_of_a_number, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [3.0, 3.0]
-
-
-def made_of_a_number(x: Tensor) -> Tensor:
-    return x + torch.tensor(2.0)
 
 
 def test_arrays_storages_and_shared_memory(training):

@@ -138,20 +138,6 @@ def test_a_training_goes_on_from_a_checkpoint_to_the_bit(make, order):
         amp.restore()
 
 
-def test_old_readers_of_the_state_find_it_unchanged():
-    start(MAKERS["AdamW"])
-    state = amp.state_dict()
-    assert list(state) == ["loss_scaler0"]  # Apex raises for any other key
-    assert {name: state["loss_scaler0"][name] for name in ("loss_scale", "unskipped")} == {
-        "loss_scale": 1.0,
-        "unskipped": 0,
-    }
-    amp.restore()
-    start(MAKERS["AdamW"], master_weights=None)
-    amp.load_state_dict(state)
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
-
-
 @pytest.mark.parametrize(
     "state", [{"seed": -1, "steps": []}, {"seed": 2**63, "steps": []}, {"seed": 0, "steps": [1.5]}, {"seed": 0}, 7]
 )

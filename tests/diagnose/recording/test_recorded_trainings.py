@@ -61,26 +61,6 @@ def test_a_recording_that_begins_later_knows_the_training():
     assert run.steps == 1
 
 
-def test_several_recordings_at_once_each_get_all_of_their_time():
-    model, optimizer = started("O2")
-    with amp.record() as outer:
-        one_step(model, optimizer)
-        with amp.record() as inner:
-            one_step(model, optimizer, factor=2.0)
-        one_step(model, optimizer)
-    assert len(outer.loss) == 3 and outer.loss[1:2] == inner.loss and inner.level == "O2"
-
-
-def test_another_level_in_the_same_recording_is_noted():
-    with amp.record() as run:
-        for level in ("O0", "O2"):
-            model, optimizer = started(level)
-            one_step(model, optimizer)
-            del model, optimizer
-    assert run.level == "O0" and run.steps == 2
-    assert len(run.notes) == 1 and "O2" in run.notes[0]
-
-
 def test_a_training_with_enabled_false_is_not_recorded():
     with Recorder([run := Run("none")]) as recorder:
         model, optimizer = started("O2", enabled=False)
@@ -98,20 +78,6 @@ def test_apex_scripts_are_recorded(amp):
         amp.initialize(linear([[1.0]]), enabled=False)
     assert run.loss == [3.0] and run.scale == [65536.0] and run.samples == [1]
     assert run.gradients == 2 * HALF
-
-
-def test_apexs_oldest_form_is_recorded(amp):
-    with Recorder([run := Run("")]) as recorder:
-        handle = amp.init()
-        try:
-            model = linear([[1.0, 2.0]])
-            optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            with optimizer.scale_loss(model(torch.ones(1, 2)).sum()) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-        finally:
-            handle._deactivate()
-    assert run.level == "O1" and run.loss == [3.0] and run.weights == 8 and recorder.enabled
 
 
 def test_enough_ends_the_training_after_the_step_was_recorded():
@@ -157,26 +123,6 @@ def test_the_loss_of_a_body_that_failed_does_not_count():
     assert run.loss == [3.0]
 
 
-class Padded(nn.Linear):
-    def forward(self, given):
-        ragged = given["ragged"] if isinstance(given, dict) else given
-        return super().forward(torch.nested.to_padded_tensor(ragged, 0.0))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_inputs_whose_samples_cannot_be_counted_do_no_harm():
-    ragged = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)])
-    circular = {}
-    circular.update(itself=circular, ragged=ragged)
-    with amp.record() as run:
-        model = Padded(2, 1)
-        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O0", verbosity=0)
-        for given in (ragged, circular):
-            backward(model(given).sum(), optimizer)
-            optimizer.step()
-    assert run.samples == [2, 0]
-
-
 def test_samples_are_counted_in_the_forward_before_the_body():
     with amp.record() as run:
         model, optimizer = started("O0")
@@ -186,16 +132,6 @@ def test_samples_are_counted_in_the_forward_before_the_body():
             model(torch.ones(9, 3))
         one_step(model, optimizer, inputs=((1.0, 1.0), (1.0, 1.0)))
     assert run.samples == [1, 2]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
-def test_a_copy_for_export_has_no_trace_of_the_recording():
-    with amp.record():
-        model, optimizer = started("O2")
-        one_step(model, optimizer)
-        plain = amp.fp32_copy(model)
-        assert not plain._forward_pre_hooks and not plain._forward_pre_hooks_with_kwargs
-        assert torch.equal(torch.jit.script(plain)(torch.ones(1, 2)), plain(torch.ones(1, 2)))
 
 
 def test_copies_and_pickles_of_a_recorded_model_are_of_the_model_alone():
