@@ -110,17 +110,6 @@ def test_accesses_are_as_wide_as_alignment_allows(emulate):
 
 
 @pytest.mark.parametrize("param", DTYPES)
-def test_adopt(emulate, param):
-    masters = draw([5, PASS + 3], torch.float32)
-    params = [m.to(param) for m in masters]
-    params[1][1::3] += 1
-    expected = [reference.adopt(p, m) for p, m in zip(params, masters, strict=True)]
-    emulate("adopt", params, masters, masters)
-    for m, e in zip(masters, expected, strict=True):
-        exact(m, e)
-
-
-@pytest.mark.parametrize("param", DTYPES)
 @pytest.mark.parametrize("step", [1, 2])
 def test_adopt_writes_only_packs_that_change(emulate, param, step):
     master = draw([PASS * 2 + 3], torch.float32)[0]
@@ -180,17 +169,6 @@ def test_sums_of_squares(emulate, dtype, offset):
         stored = tensors if op == "l2norm" else out.tensors
         expected = torch.tensor([t.double().square().sum() for t in stored], dtype=torch.float64)
         torch.testing.assert_close(torch.tensor(squares, dtype=torch.float64), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("max_rows, max_blocks", [(1, 10), (3, 1), (3, 2), (100, 3)])
-def test_a_job_in_many_launches(emulate, max_rows, max_blocks):
-    src = [*draw(SIZES, torch.float16), *(t.t() for t in draw([(90, 70), (3, 5)], torch.float16))]
-    out = Guarded(src, torch.float32)
-    emulate("scale", src, out.tensors, a=0.5, max_rows=max_rows, max_blocks=max_blocks)
-    out.check([t.float() * 0.5 for t in src])
-    squares = emulate("l2norm", src, max_rows=max_rows, max_blocks=max_blocks)[1]
-    expected = torch.tensor([t.double().square().sum() for t in src])
-    torch.testing.assert_close(torch.tensor(squares), expected, rtol=1e-6, atol=0, check_dtype=False)
 
 
 def test_chunks_grow_with_the_work(emulate):
