@@ -30,7 +30,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy models: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo picture accuracy models test test-more test-all stories mutations tests-about test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo picture accuracy models test test-more test-all stories mutations test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,9 +70,6 @@ test-all: test-more ## what `test` leaves out: `test-more`, and the tests marked
 
 stories: $(VENV)/installed ## more random lives of trainings, against training by hand; COUNT=2000 SEED=7
 	$(BIN)/python tests/tell_stories.py --workers $(WORKERS) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED))
-
-tests-about: ## the tests about a word, by their sentences: WORD=overflow
-	@$(PYTHON) tests/about.py $(WORD)
 
 mutations: $(VENV)/installed ## break the code in one place at a time: do the tests see it? ONLY="clip DDP"
 	$(BIN)/python tests/mutations.py $(ONLY)

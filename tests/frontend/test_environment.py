@@ -15,7 +15,6 @@ from torch import nn
 
 import amp_patch as native
 from amp_patch.environment import RUNGS, asked_level, name_of, named_level
-from amp_patch.integrations.opt_level import OptLevel
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import OPT_LEVELS, resolve
 
@@ -95,20 +94,11 @@ def test_a_rung_behind_the_level_is_its_option(initialize, environment, form, ca
     [
         ("O5+splt", f"level 'O5+splt' has 'splt' behind its +; wanted {', '.join(RUNGS)}, as in 'O5+split'"),
         ("O99+split", f"level 'O99' is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)"),
-        (
-            "O5+split+stochastic",
-            "level 'O5+split+stochastic' has both split and stochastic, which set master_weights; give one",
-        ),
         ("O5+split+split", "level 'O5+split+split' has both split and split, which set master_weights; give one"),
         (
             "O1+split",
             "level 'O1+split' cannot be: O1 has FP32 weights, and +split says how masters of BF16 weights are kept; "
             "take O5+split, or O1 as it is",
-        ),
-        (
-            "O3+stochastic",
-            "level 'O3+stochastic' cannot be: O3 keeps no masters of its weights, and +stochastic says how masters of "
-            "BF16 weights are kept; take O5+stochastic, or O3 as it is",
         ),
     ],
 )
@@ -144,18 +134,6 @@ def test_a_scripts_own_level_may_have_rungs_as_the_environments_has(initialize, 
 def test_a_scripts_own_rung_that_cannot_be_is_refused_by_name(initialize, environment, name, options, said):
     with pytest.raises(ValueError, match=f"^initialize: opt_level {re.escape(f'{name!r} {said}')}"):
         policy(initialize, opt_level=name, **options)
-
-
-def test_rungs_that_say_what_an_option_says_are_accepted(initialize):
-    for same in ("split", None):
-        assert policy(initialize, opt_level="O5+split", master_weights=same) == resolve("O5", master_weights="split")
-
-
-@pytest.mark.parametrize("level", ["O5+split", "O5+8bit", "O6+mxfp8"])
-def test_the_plugin_of_lightning_takes_levels_with_rungs(level):
-    assert OptLevel(level).options["opt_level"] == level
-    with pytest.raises(ValueError, match=r"opt_level 'O1\+split' cannot be"):
-        OptLevel("O1+split")
 
 
 def test_the_name_of_a_policy_is_that_of_its_level_and_rungs():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
-import training
 from conftest import DEVICES
 from scaled_loops import INF, iterate, model_and_optimizer, scalers
 from torch import nn
@@ -91,15 +89,6 @@ def test_an_optimizer_without_gradients_is_no_error():
     scaler.update()
     assert scaler.get_scale() == 4.0 and torch.equal(model.weight, before)
     assert iterate(scaler, model, optimizer) is True  # and a new iteration has begun
-
-
-def test_a_scheduler_does_not_warn_after_a_first_step_that_was_skipped():
-    model, optimizer = model_and_optimizer()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        iterate(amp.GradScaler("cpu"), model, optimizer, overflow=True)
-        scheduler.step()
 
 
 def test_sparse_gradients_are_unscaled_and_checked():
@@ -211,22 +200,3 @@ def test_a_disabled_scaler_does_nothing():
 def test_arguments_that_cannot_be(arguments, error, said):
     with pytest.raises(error, match=said):
         amp.GradScaler(**{"device": "cpu", **arguments})
-
-
-@pytest.mark.parametrize("clear", ["optimizer", "model's gradients"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_skipped_step_of_initialize_s_optimizer_leaves_nothing_for_the_next(level, clear):
-    model, optimizer = model_and_optimizer()
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
-    scaler = amp.GradScaler("cpu", init_scale=8.0)
-    for overflow in (False, True, False):
-        if clear == "optimizer":
-            optimizer.zero_grad()
-        else:
-            for param in model.parameters():
-                param.grad = None
-        scaler.scale(model(torch.ones(1, 3)).float().sum() * (INF if overflow else 1.0)).backward()
-        assert scaler.step(optimizer) is not overflow
-        assert training.skipped(optimizer) is overflow
-        scaler.update()
-        assert all(param.isfinite().all() for param in model.parameters())

@@ -20,7 +20,6 @@ from torch import nn
 from training import LEVELS
 
 from amp_patch import amp
-from amp_patch.comparison.commands.compare_worker import recorded
 from amp_patch.run.unedited.script import UneditedScript
 
 NET = """
@@ -166,23 +165,6 @@ def opcodes(path: Path) -> bytes:
         return next(file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_saved_model_has_the_same_opcodes_as_without_a_level(main, tmp_path, level):
-    run_in(main, NET + TRAINS + SAVES, tmp_path / "plain")
-    with UneditedScript(level):
-        run_in(main, NET + TRAINS + SAVES, tmp_path / level)
-    for name in ("model.pt", "part.pt"):
-        assert opcodes(tmp_path / level / name) == opcodes(tmp_path / "plain" / name)
-
-
-def test_a_saved_model_of_a_recorded_script_has_no_hook(main, tmp_path, monkeypatch):
-    for name, value in ("AMP_PATCH_OPT_LEVEL", "O0"), ("AMP_PATCH_SEED", "0"):
-        monkeypatch.setenv(name, value)
-    with recorded(str(tmp_path / "run.jsonl"), steps=None, inspect=False, shift=True):
-        run_in(main, NET + TRAINS + SAVES, tmp_path / "O0")
-    run_without_us(tmp_path, LOADS, "O0")
-
-
 # --- what the script loads --------------------------------------------------------------------------------------------
 
 EVALUATES = """
@@ -232,16 +214,6 @@ def test_a_loaded_model_trains_at_the_level_with_a_new_optimizer(main):
     with UneditedScript("O1") as trained:
         names = run_in(main, NET + TRAINS + SAVES + EVALUATES + again)
     assert trained.backwards == 6 and amp.state_dict(names["optimizer"])["loss_scaler0"]["loss_scale"] > 1.0
-
-
-def test_values_without_models_are_pickled_unchanged(main):
-    values = [[1, {"a": 2.0}], {"a": Path("b")}, {1, 2}]
-    expected = [pickle.dumps(value, 2) for value in values]
-    with UneditedScript("O2"):
-        run_in(main, NET + TRAINS)
-        assert [pickle.dumps(value, 2) for value in values] == expected
-        with pytest.raises((pickle.PicklingError, AttributeError), match="local object"):
-            pickle.dumps(lambda: None)
 
 
 class Trainer:

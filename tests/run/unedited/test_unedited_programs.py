@@ -114,21 +114,6 @@ def solve(y, times):
 """,
         "a, b, c = net(torch.randn(18, 4)).split(6); loss = F.triplet_margin_loss(a, b, c) + torch.cdist(a, b).mean()",
     ),
-    # siamese_network: one branch, twice, by a method
-    "two branches": (
-        """
-    def __init__(self):
-        super().__init__()
-        self.branch, self.head = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2)), nn.Linear(72, 1)
-
-    def once(self, x):
-        return self.branch(x).flatten(1)
-
-    def forward(self, a, b):
-        return torch.sigmoid(self.head(torch.cat((self.once(a), self.once(b)), 1)))
-""",
-        "loss = nn.BCELoss()(net(*torch.randn(2, 4, 1, 8, 8)).squeeze(), torch.tensor([0.0, 1.0, 1.0, 0.0]))",
-    ),
 }
 
 
@@ -149,8 +134,6 @@ def test_what_a_public_programs_forward_does_trains_at_each_level(kind: str, lev
 
 # Each has what one kind of public program does around its models. The comments are the lines that our own script has.
 BEGIN = """
-from torch.distributions import Categorical
-
 torch.manual_seed(0)
 losses = []
 """
@@ -179,33 +162,6 @@ for step in range(4):
     out, state = net(torch.randint(16, (5, 4)), state)
     loss = F.nll_loss(out, torch.randint(16, (20,)))
     net.zero_grad()
-    loss.backward() #optimizer
-    optimizer.step()
-    losses.append(loss.detach())
-""",
-    # reinforce, actor_critic, PPO: many small forwards, one loss of what was kept of them
-    "policy gradients": """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
-
-    def forward(self, x):
-        h = F.relu(self.body(x))
-        return F.softmax(self.actor(h), dim=-1), self.critic(h)
-
-net = Net()
-optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
-#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
-for episode in range(3):
-    optimizer.param_groups[0]["lr"] = 1e-2 * (1 - episode / 3)
-    kept = []
-    for step in range(5):
-        chances, value = net(torch.randn(4))
-        action = torch.tensor(step % 2)
-        kept.append((Categorical(chances).log_prob(action), value, float(step)))
-    loss = torch.stack([-p * (r - v.item()) + F.smooth_l1_loss(v, torch.tensor([r])) for p, v, r in kept]).sum()
-    optimizer.zero_grad()
     loss.backward() #optimizer
     optimizer.step()
     losses.append(loss.detach())
