@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from crossed import crossed
-from ddp_trainings import SCALED, both_alike, learned, loss_of, mine, mlp, sgd, train_ranks
+from ddp_trainings import both_alike, learned, loss_of, mine, mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import ADAM, LEVELS, SGD, backward, convnet, same, skipped
@@ -165,26 +164,6 @@ def test_a_ddp_with_casts_is_refused_with_the_way_out(ranks, level):
             f"opt_level {level!r} changes the type of its parameters, which that option keeps copies of: "
             "call initialize() first, then wrap the model, or leave the option out"
         )
-
-
-def unpickled(level: str, options: dict[str, Any]) -> list[Tensor]:
-    """`initialize` has not seen how this DDP was made."""
-    ddp = pickle.loads(pickle.dumps(DistributedDataParallel(mlp())))
-    optimizer = SGD(ddp.parameters())
-    amp.initialize(ddp.module, optimizer, opt_level=level, **options)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(loss_of(ddp, mine(step)), optimizer)
-        optimizer.step()
-    return learned(ddp.module)
-
-
-@pytest.mark.parametrize(
-    ("level", "options"), [*((level, SCALED) for level in LEVELS), ("O3", {"dtype": torch.bfloat16})]
-)
-def test_an_unpickled_ddp_reduces_cast_weights(ranks, level, options):
-    found = both_alike(ranks(unpickled, level, options))
-    assert same(found, both_alike(ranks(train_ranks, level, 3, optim=sgd, **options)))
 
 
 def partly_inside(level: str, grouped: bool, frozen: bool) -> Any:

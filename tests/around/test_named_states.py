@@ -148,34 +148,6 @@ def described(value: Any) -> Any:
     return [described(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-@every_level
-def test_several_optimizers_of_one_model(options):
-    def begin() -> tuple[nn.Sequential, list[Any]]:
-        model = net()
-        optimizers = [MAKERS["AdamW"](model[:2].parameters()), MAKERS["SGD"](model[2:].parameters())]
-        return amp.initialize(model, optimizers, verbosity=0, **options)
-
-    def steps(model: nn.Module, optimizers: list[Any], numbers: range) -> list[Tensor]:
-        for step in numbers:
-            inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-            with amp.scale_loss(model(inputs).float().square().mean(), optimizers) as scaled_loss:
-                scaled_loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [tensor for optimizer in optimizers for tensor in tensors(model, optimizer)]
-
-    model, optimizers = begin()
-    steps(model, optimizers, range(2))
-    states = copy.deepcopy([*get_state_dict(model, optimizers), amp.state_dict()])
-    wanted = steps(model, optimizers, range(2, 4))
-    amp.restore()
-    model, optimizers = begin()
-    set_state_dict(model, optimizers, model_state_dict=states[0], optim_state_dict=states[1])
-    amp.load_state_dict(states[2])
-    assert same(steps(model, optimizers, range(2, 4)), wanted)
-
-
 def test_restore_gives_torchs_functions_back():
     module = importlib.import_module("torch.distributed.checkpoint.state_dict")
     before = module._get_optim_state_dict, module._load_optim_state_dict

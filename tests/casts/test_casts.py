@@ -141,34 +141,6 @@ def test_batch_and_instance_norms_are_torch_autocast_s(name: str, dims: int, dty
 
 
 @needs_install
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", LOW)
-def test_norms_that_are_called_by_name(dtype: torch.dtype, device: str) -> None:
-    x = torch.randn(8, 3, 4, 4, device=device)
-    none = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
-    options = {"momentum": 0.1, "eps": 1e-5}
-    weights, statistics = (
-        [torch.ones(3, device=device)] * 2,
-        [torch.zeros(3, device=device), torch.ones(3, device=device)],
-    )
-    with regions.region(o1(dtype)):
-        for given in (x.to(dtype), x, x.double()):  # whatever comes in comes out
-            named = [
-                torch.batch_norm(input=given, **none, training=True, cudnn_enabled=False, **options),
-                torch.instance_norm(given, **none, use_input_stats=True, cudnn_enabled=False, **options),
-                torch.native_batch_norm(given, None, None, None, None, True, 0.1, 1e-5)[0],
-                F.batch_norm(given, None, None, training=True),
-                F.instance_norm(given),
-            ]
-            assert {result.dtype for result in named} == {given.dtype}
-        assert F.batch_norm(x.to(dtype), *statistics, *weights, training=False).dtype is dtype
-        assert nn.SyncBatchNorm(3).to(device).eval()(x.to(dtype)).dtype is dtype
-        low = nn.BatchNorm2d(3).to(device=device, dtype=dtype)  # cast as a module, as at O3
-        low(x.to(dtype))
-    assert low.running_mean.abs().sum() > 0, "the update of the statistics went to a copy"
-
-
-@needs_install
 def test_errors_are_the_originals() -> None:
     x, y = torch.ones(2, 3), torch.ones(2, 3)
     itself: list[Any] = []

@@ -114,6 +114,60 @@ def test_a_compiled_step_of_the_optimizer_skips_and_publishes(level):
     assert training.same(list(model.parameters()), list(plain.parameters()))
 
 
+class Overflowing(nn.Module):
+    """A value between two products is beyond FP16's range. In FP32 it would not become infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = training.linear([[100.0] * 8] * 8), training.linear([[2.0**-10] * 8] * 8)
+
+    def forward(self, inputs):
+        return self.narrow(self.wide(inputs) * 2.0**-10)
+
+
+class OverflowingBackward(Overflowing):
+    """In the middle of backward, too."""
+
+    def forward(self, inputs):
+        return self.wide(self.narrow(inputs) * 2.0**-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [Overflowing, OverflowingBackward])
+def test_emulated_fp16_overflows_and_skips_under_inductor_as_in_eager(kind, level):
+    def trained(compiled):
+        model = kind()
+        model, optimizer = amp.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            opt_level=level,
+            cpu_half="emulate",
+            loss_scale=2.0**14,
+            verbosity=0,
+        )
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        found, skipped = [], []
+        for size, factor in ((2.0**-10, 2.0**-10), (128.0, 2.0**-10), (2.0**-10, 1.0)):
+            inputs = torch.full((2, 8), size, requires_grad=True)
+            optimizer.zero_grad()
+            output = run(inputs)
+            training.backward(output.float().sum() * factor, optimizer)
+            gradients = [param.grad.clone() for param in amp.master_params(optimizer)]
+            before = training.weights(model)
+            optimizer.step()
+            found += [output, inputs.grad, *gradients, *training.weights(model)]
+            skipped.append(training.same(training.weights(model), before))
+        amp.restore()
+        return found, skipped
+
+    (expected, skips), (found, skipped) = trained(False), trained(True)
+    assert skipped == skips == [False, kind is Overflowing, kind is OverflowingBackward]
+    assert any(value.isinf().any() for value in expected)
+    for value, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=2e-3, atol=0, equal_nan=True)
+
+
 def test_two_trainings_interleave():
     def alone(level, **kwargs):
         losses = train_steps(step_of(*initialized(level, **kwargs)))

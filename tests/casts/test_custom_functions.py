@@ -208,21 +208,6 @@ def test_backward_has_the_mixture_of_its_forward_wherever_it_runs(names, elsewhe
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("names", list(itertools.product(KINDS, repeat=2)))
-def test_cast_inputs_under_mixtures(names, seen):
-    function = noting(amp.custom_fwd, amp.custom_bwd, cast_inputs=torch.float32)
-    a, b = leaves()
-    with KINDS[names[0]](), KINDS[names[1]]():
-        inside = (a @ b).dtype
-        out = function.apply(a.to(torch.bfloat16), b.to(torch.bfloat16))
-        assert (a @ b).dtype is inside
-        acts = inside is not torch.float32
-        assert out.dtype is (torch.float32 if acts else torch.bfloat16)
-    with amp.autocast("cpu", torch.float16):
-        out.float().sum().backward()
-    assert seen[1] is torch.float32
-
-
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_torch_s_decorators_in_a_training_keep_the_casts_of_the_training_in_backward(level, seen):
     """torch's custom_bwd disables torch.autocast if the forward ran without it. This does not turn our casts off."""

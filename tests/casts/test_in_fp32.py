@@ -14,7 +14,6 @@ from torch.nn.functional import normalize
 from training import iterate
 
 from amp_patch import amp
-from amp_patch.casts import install
 
 CAST = ["O2", "O3", "O5"]
 ANY = ["O1", "O4", *CAST]
@@ -214,21 +213,6 @@ def test_compiled_code_of_a_cast_model_computes_directions_in_fp32_too(kind: str
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which functions are replaced
-
-
-@pytest.mark.parametrize("order", [("O2", "O1"), ("O1", "O2")])
-def test_casts_of_calls_and_what_cast_models_need_stand_in_either_order(order: tuple[str, str]) -> None:
-    own = functional.normalize, torch.exp
-    for level in order:
-        amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
-        assert functional.normalize is not own[0] and install.installed() == (torch.exp is not own[1])
-    half = torch.ones(1, 2, dtype=torch.float16)
-    with amp.autocast("cpu", torch.float16):
-        assert functional.normalize(half).dtype is torch.float32 and normalize(half).dtype is torch.float32
-    with amp.disable_casts():
-        assert functional.normalize(half).dtype is torch.float16
-    amp.restore()
-    assert (functional.normalize, torch.exp) == own and normalize is own[0]
 
 
 def test_cast_models_leave_other_functions_as_they_are() -> None:

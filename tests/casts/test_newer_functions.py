@@ -89,15 +89,6 @@ def test_grouped_products_are_in_the_low_type_and_train(how: str) -> None:
     assert model.layer.weight.grad.abs().sum() > 0
 
 
-@needs_grouped
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_grouped_products_are_compiled(backend: str) -> None:  # torch compiles them for BF16 alone
-    model, x = Experts(), uniform(8, 8, seed=1)
-    expected = model.by_hand(x)
-    found = casting("O4", model, backend)(x)
-    assert found.dtype is torch.bfloat16 and near(found, expected)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # flex_attention: this file has imported it before the casts are installed
 
@@ -187,20 +178,6 @@ def test_varlen_attention_is_in_the_low_type(how: str) -> None:
         found = called(*given)
     assert heard.types == [[low] * 3] and found.dtype is low
     assert found.requires_grad
-
-
-@needs_varlen
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_varlen_attention_is_compiled(backend: str) -> None:
-    def attend(*given: Any) -> Tensor:
-        with amp.autocast("cpu", dtype=torch.bfloat16):
-            return varlen.varlen_attn(*given)
-
-    given = ragged(torch.float32, torch.float32, torch.bfloat16)
-    compiled = torch.compile(attend, backend=backend, fullgraph=True)
-    assert compiled(*given).dtype is torch.bfloat16
-    outside = torch.compile(varlen.varlen_attn, backend=backend, fullgraph=True)
-    assert outside(*ragged(*(torch.float32,) * 3)).dtype is torch.float32
 
 
 @needs_varlen

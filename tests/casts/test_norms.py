@@ -271,14 +271,6 @@ def test_a_training_equals_the_explicit_one_to_the_bit(level: str, cpu_half: str
     assert_same(trained(*started(level, cpu_half=cpu_half)), trained(model, optimizer))
 
 
-@either_level
-def test_under_a_checkpoint_a_training_is_the_same(level: str) -> None:
-    expected = trained(*started(level))
-    model, optimizer = started(level)
-    model.checkpointed = True
-    assert_same(trained(model, optimizer), expected)
-
-
 def types_of(model: Layers) -> list[torch.dtype]:
     """The types that the norm gives and the model gives."""
     found: list[torch.dtype] = []
@@ -349,36 +341,6 @@ def test_compiled_code_does_the_same_in_one_graph_for_each_policy(level: str, ba
     for option, dtype in ((True, low.dtype), (False, torch.float32), (True, low.dtype)):
         with acting(level, low_precision_norms=option):
             assert grouped(low).dtype is dtype
-
-
-def test_gradients_of_gradients_and_transforms() -> None:
-    x, weight, bias = sample(torch.bfloat16)
-
-    def energy(x: Tensor) -> Tensor:
-        return NORMS["F.layer_norm"](x, weight, bias).float().square().sum()
-
-    def energy_by_hand(x: Tensor) -> Tensor:
-        return by_hand(NORMS["F.layer_norm"], x, weight, bias).float().square().sum()
-
-    expected = torch.autograd.grad(energy_by_hand(x), x, create_graph=True)[0]
-    expected_second = torch.autograd.grad(expected.float().sum(), x)[0]
-    with acting():
-        found = torch.autograd.grad(energy(x), x, create_graph=True)[0]
-        check(torch.func.grad(energy)(x.detach()), expected.detach())
-        check(torch.vmap(energy)(x.detach()), torch.vmap(energy_by_hand)(x.detach()))
-    check(found.detach(), expected.detach())
-    check(torch.autograd.grad(found.float().sum(), x)[0], expected_second)
-
-
-@needs_hooks
-def test_a_write_into_a_saved_tensor_is_an_error() -> None:
-    x, weight, bias = sample(torch.bfloat16)
-    with acting():
-        given = x * 1
-        found = F.layer_norm(given, (CHANNELS,), weight, bias)
-    given.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found.sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from casting import (
 )
 
 from amp_patch import amp
-from amp_patch.casts import regions
 
 pytestmark = pytest.mark.usefixtures("clean_casts")
 
@@ -44,16 +43,6 @@ def test_the_inner_one_wins(default: torch.dtype) -> None:
                 inner(None, None, None)
                 assert product() is KINDS[names[depth - 1]][1], names
     assert product() is default and not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize("names", list(itertools.permutations(KINDS, 2)))
-def test_an_exception_restores(names: tuple[str, str]) -> None:
-    (outer, dtype), (inner, _) = (KINDS[name] for name in names)
-    with outer():
-        with pytest.raises(KeyError), inner():
-            raise KeyError("planted")
-        assert product() is dtype
-    assert product() is FULL and not torch.is_autocast_enabled("cpu")
 
 
 def test_the_list_of_fp32_functions_is_the_inner_region_s() -> None:
@@ -86,25 +75,6 @@ def test_torch_s_is_off_inside_for_all_device_types_and_on_afterwards(make: Call
             torch.set_autocast_enabled(kind, False)
 
 
-def test_decorated_functions_and_generators() -> None:
-    ours, theirs = amp.autocast("cpu", HALF), torch.autocast("cpu", BF16)
-    assert ours(theirs(product))() is BF16 and theirs(ours(product))() is HALF
-
-    @amp.autocast("cpu", HALF)
-    def steps() -> Iterator[torch.dtype]:
-        yield product()
-        with torch.autocast("cpu", BF16):
-            seen = product()
-        yield seen
-        yield product()
-
-    with torch.autocast("cpu", BF16):
-        for expected, seen in zip((HALF, BF16, HALF), steps(), strict=True):
-            assert seen is expected
-            assert product() is BF16, "nothing of the region is left between two steps"
-    assert not torch.is_autocast_enabled("cpu")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Regions that end in any order
 
@@ -122,18 +92,6 @@ def test_regions_end_in_any_order_inside_torch_s() -> None:
         assert product() is FULL and not torch.is_autocast_enabled("cpu")
 
 
-def test_a_passing_region_that_outlives_a_claiming_one_gives_torch_s_back() -> None:
-    with torch.autocast("cpu", BF16):
-        claiming, passing = amp.autocast("cpu", HALF), regions.region(None)
-        claiming.__enter__()
-        passing.__enter__()
-        claiming.__exit__(None, None, None)
-        assert product() is BF16
-        passing.__exit__(None, None, None)
-        assert product() is BF16
-    assert product() is FULL
-
-
 def test_a_region_that_outlives_torch_s_does_not_turn_it_on_again() -> None:
     def suspended() -> Iterator[None]:
         with amp.autocast("cpu", HALF):
@@ -145,16 +103,6 @@ def test_a_region_that_outlives_torch_s_does_not_turn_it_on_again() -> None:
     assert product() is HALF
     steps.close()
     assert product() is FULL and not torch.is_autocast_enabled("cpu")
-
-
-def test_torch_s_autocast_may_outlive_a_region() -> None:
-    ours, theirs = amp.autocast("cpu", HALF), torch.autocast("cpu", BF16)
-    ours.__enter__()
-    theirs.__enter__()
-    ours.__exit__(None, None, None)
-    assert product() is BF16
-    theirs.__exit__(None, None, None)
-    assert product() is FULL
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from training import LEVELS, same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
-from amp_patch.integrations.pytorch_lightning import OptLevelPrecision as OtherPrecision  # noqa: E402
 from amp_patch.masters.held_gradients import can_wait  # noqa: E402
 from amp_patch.training import observers  # noqa: E402
 
@@ -186,25 +185,6 @@ def test_lightning_steps_several_optimizers(level):
                     each.zero_grad()
     amp.restore()
     assert same(weights(module), weights(by_hand))
-
-
-def test_the_package_pytorch_lightning_is_served_too():
-    import pytorch_lightning
-
-    class Module(pytorch_lightning.LightningModule):
-        loss, training_step = Classifier.loss, Classifier.training_step
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.losses = network(), []
-
-        def configure_optimizers(self):
-            return adam(self)
-
-    module, same_module = Module(), Classifier()
-    trainer(OtherPrecision("O2"), pytorch_lightning, max_steps=1).fit(module, loader())
-    trainer(OptLevelPrecision("O2"), max_steps=1).fit(same_module, loader())
-    assert same(weights(module), weights(same_module))
 
 
 @pytest.mark.skipif(not can_wait(), reason="gradients are deferred with the extension only")

@@ -121,28 +121,6 @@ def test_other_models_are_averaged_by_torch_and_restore_restores_its_class():
     assert [vars(AveragedModel)[name] for name in names] == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ModelEmaV2", "ModelEmaV3"])
-@pytest.mark.parametrize("level", MASTERED)
-def test_timm_s(level, kind):
-    library = pytest.importorskip("timm.utils", reason="timm's averages are tried where it is installed")
-    model, optimizer = start_average(level)
-    average = getattr(library, kind)(model, decay=0.9)
-    by_hand = [p.detach().clone() for p in amp.master_params(optimizer)]
-    for number in range(4):
-        step(model, optimizer, number)
-        average.update(model)
-        masters = [p.detach() for p in amp.master_params(optimizer)]
-        by_hand = [a.lerp(m, 1 - 0.9) for a, m in zip(by_hand, masters, strict=True)]
-    for a, b in zip(average.module.parameters(), by_hand, strict=True):
-        torch.testing.assert_close(a.detach(), b, rtol=1e-6, atol=1e-7)
-    inputs, _ = images(0)
-    with torch.no_grad():
-        assert (
-            average(inputs).dtype is torch.float32 if kind == "ModelEmaV3" else average.module(inputs).isfinite().all()
-        )
-
-
 # --- averages that are children of the model --------------------------------------------------------------------------
 
 

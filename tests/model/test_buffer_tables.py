@@ -204,19 +204,6 @@ def test_a_tied_head_is_multiplied_in_low_precision():
     assert step(model, optimizer).dtype is torch.float32 and model.embed.weight.dtype is torch.float16
 
 
-def test_another_initialize_casts_and_restores_them():
-    model, optimizer = made(Net(), "O5")
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", keep_fp32="buffers")
-    assert torch.equal(model.rotary.frequencies, FREQUENCIES)
-    step(model, optimizer)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
-    assert model.rotary.frequencies.dtype is torch.bfloat16
-    with pytest.warns(UserWarning, match="look like frequencies"):
-        step(model, optimizer)
-    amp.restore()
-    assert torch.equal(model.rotary.frequencies, FREQUENCIES) and type(model) is Net
-
-
 def test_state_dicts_and_copies_have_them_in_fp32():
     model, optimizer = made(Net(), "O5", keep_fp32="buffers")
     step(model, optimizer)

@@ -259,26 +259,6 @@ def test_a_model_in_ddp_is_reduced_in_the_types_that_it_gets(ranks, level, half)
         assert same(mine, ranks(wrapped_first, level, half, True)[0])
 
 
-def added(level: str) -> list[torch.Tensor]:
-    model = net(torch.bfloat16)
-    optimizer = SGD(trained(model))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    model.leave = nn.Sequential(model.leave, nn.Linear(3, 3).bfloat16())
-    ddp = DistributedDataParallel(model)
-    optimizer.add_param_group({"params": model.leave[1].parameters()})
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(loss_of(ddp, 2 * step + dist.get_rank()), optimizer)
-        optimizer.step()
-    return [p.detach().clone() for p in amp.master_params(optimizer)]
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_weights_of_a_new_group_are_reduced_in_the_type_that_they_get(ranks, level):
-    mine, others = ranks(added, level)
-    assert same(mine, others) and {p.dtype for p in mine} == {torch.float32}
-
-
 def sharded(level: str, frozen: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16).bfloat16().requires_grad_(not frozen), nn.Tanh(), nn.Linear(16, 3))

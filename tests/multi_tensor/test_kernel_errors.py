@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from on_every_backend import (
-    INF,
     backend_fixture,  # noqa: F401  the fixture `backend`
     flag,
     scaler,
@@ -212,21 +211,6 @@ def test_a_wrong_number_or_flag_is_refused_by_name_and_nothing_is_written(argume
                 call(tensors, value)
                 pytest.fail(f"{value!r} was taken")
             assert tensors[0].tolist() == [1.0] * 3
-
-
-def test_flags_and_scales_that_require_grad_are_written_under_no_grad_alone():
-    tensors, found = [torch.tensor([1.0, INF])], torch.zeros((), requires_grad=True)
-    with pytest.raises(ValueError, match=r"^multi_tensor_check_finite: found_inf requires grad.*torch.no_grad\(\)$"):
-        mt.multi_tensor_check_finite(tensors, found)
-    scale, tracker = scaler(8.0)
-    scale.requires_grad_()
-    with pytest.raises(ValueError, match=r"^update_scale: scale requires grad.*torch.no_grad\(\)$"):
-        mt.update_scale(scale, tracker, torch.ones(()))
-    assert (found.item(), scale.item(), found._version, scale._version) == (0.0, 8.0, 0, 0)
-    with torch.no_grad():
-        mt.multi_tensor_check_finite(tensors, found)
-        mt.update_scale(scale, tracker, found)
-    assert (found.item(), scale.item()) == (1.0, 4.0)
 
 
 @pytest.mark.parametrize("count", [2.5, "3", 2**31])

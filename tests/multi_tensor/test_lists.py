@@ -10,14 +10,12 @@ import torch
 from conftest import DTYPES
 from on_every_backend import (
     ALL_DTYPES,
-    INF,
     NAN,
     backend_fixture,  # noqa: F401  the fixture `backend`
     device,
     draw,
     flag,
     on_every_set,
-    scaler,
     versions,
 )
 from training import exact
@@ -94,23 +92,6 @@ def test_writes_bump_the_version_counter_and_reads_do_not(device):
         call()
         assert all(now > then for now, then in zip(versions(written), before, strict=True))
         assert versions(read) == before_read
-
-
-def test_flags_and_scales_have_versions_too():
-    tensors, found = [torch.ones(3)], flag()
-    for call in (
-        lambda: mt.multi_tensor_check_finite([torch.tensor([INF])], found),
-        lambda: mt.multi_tensor_unscale([torch.tensor([INF])], 1.0, found),
-    ):
-        before = found._version
-        call()
-        assert found._version > before
-    scale, tracker = scaler(8.0)
-    patience = torch.ones(1, dtype=torch.int32)
-    before = versions([scale, tracker, patience, found, *tensors])
-    mt.update_scale(scale, tracker, found, hysteresis=2, hysteresis_tracker=patience)
-    after = versions([scale, tracker, patience, found, *tensors])
-    assert [now > then for now, then in zip(after, before, strict=True)] == [True, True, True, False, False]
 
 
 def test_autograd_notices_a_write():

@@ -6,7 +6,6 @@ around the tensors is compared too, bit by bit.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -66,43 +65,6 @@ def check_flag(found: Tensor | None, before: float | None, raised: bool) -> None
 # The kernels
 
 
-@hunt(120, case=cases("src", "dst", written="dst"), factor=numbers, before=flags)
-def test_scale(case: Case, factor: Number, before: float | None) -> None:
-    src, dst = case.make()[1].values()
-    results = [reference.scale(s, d.dtype, factor.value) for s, d in zip(src, dst, strict=True)]
-    expected = case.after("dst", results)
-    for name in everywhere():
-        (buffers, lists), found = case.make(), flag(before)
-        mt.multi_tensor_scale(lists["src"], tuple(lists["dst"]), factor.make(), found)
-        assert same_bits(buffers, expected), name
-        check_flag(found, before, reference.is_bad(*results))
-
-
-@hunt(60, case=cases("src", "dst", written="dst"))
-def test_a_copy_keeps_every_bit_between_equal_dtypes(case: Case) -> None:
-    src, dst = case.make()[1].values()
-    results = [s.to(d.dtype) for s, d in zip(src, dst, strict=True)]
-    equal = [s.dtype == d.dtype for s, d in zip(src, dst, strict=True)]
-    expected = case.after("dst", results)
-    for name in everywhere():
-        buffers, lists = case.make()
-        mt.multi_tensor_scale(lists["src"], lists["dst"], 1.0)
-        assert same_bits(buffers, expected), name
-        copies = list(itertools.compress(lists["dst"], equal))
-        assert same_bits(copies, list(itertools.compress(results, equal)), nan_bits=True), name
-
-
-@hunt(60, case=cases("grads", written="grads"), factor=numbers, before=flags)
-def test_unscale(case: Case, factor: Number, before: float | None) -> None:
-    results = [reference.scale(g, g.dtype, factor.value) for g in case.make()[1]["grads"]]
-    expected = case.after("grads", results)
-    for name in everywhere():
-        (buffers, lists), found = case.make(), flag(before)
-        mt.multi_tensor_unscale(lists["grads"], factor.make(), found)
-        assert same_bits(buffers, expected), name
-        check_flag(found, before, reference.is_bad(*results))
-
-
 def overflows(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
     return x.isfinite() & y.isfinite() & ~out.isfinite()
 
@@ -126,16 +88,6 @@ def test_axpby(case: Case, a: Number, b: Number, before: float | None, check: st
         mt.multi_tensor_axpby(a.make(), lists["x"], b.make(), lists["y"], lists["out"], found, check=check)
         assert same_bits(buffers, expected), name
         check_flag(found, before, raised)
-
-
-@hunt(60, case=cases("tensors"), before=flags.filter(lambda value: value is not None))
-def test_check_finite(case: Case, before: float) -> None:
-    raised = reference.is_bad(*case.make()[1]["tensors"])
-    for name in everywhere():
-        (buffers, lists), found = case.make(), flag(before)
-        mt.multi_tensor_check_finite(lists["tensors"], found)
-        check_flag(found, before, raised)
-        assert same_bits(buffers, [b.make() for b in case.buffers], nan_bits=True), name
 
 
 def check_norm(norm: Tensor, tensors: list[Tensor], rtol: float) -> None:
@@ -172,18 +124,6 @@ def test_l2norm(case: Case) -> None:
         if name != "torch":
             first = first or [total, norms]
             assert same_bits([total, norms], first), f"{name} gives other bits than the first instruction set"
-
-
-@hunt(60, case=cases("grads", written="grads"), factor=numbers, before=flags)
-def test_unscale_l2norm(case: Case, factor: Number, before: float | None) -> None:
-    for name in everywhere():
-        (one, lists_of_one), (two, lists_of_two) = case.make(), case.make()
-        found_one, found_two = flag(before), flag(before)
-        norms = mt.multi_tensor_unscale_l2norm(lists_of_one["grads"], factor.make(), found_one, per_tensor=True)
-        mt.multi_tensor_unscale(lists_of_two["grads"], factor.make(), found_two)
-        assert same_bits(one, two), name
-        assert same_bits(list(norms), list(mt.multi_tensor_l2norm(lists_of_two["grads"], per_tensor=True))), name
-        assert found_one is None or found_one == found_two, name
 
 
 @hunt(

@@ -190,19 +190,6 @@ def test_types_mix_and_only_the_one_named_has_copies():
     assert [c is None for c in copies] == [True, False, True] and all((p < 1).all() for p in params)
 
 
-def test_a_closure_comes_before_the_scaler():
-    params = parameters(torch.float16)
-    optimizer, scaler = FusedMixedPrecisionLamb(params), torch.amp.GradScaler("cpu", init_scale=8.0)
-
-    def closure():
-        loss = scaler.scale(sum(p.float().square().sum() for p in params))
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure, grad_scaler=scaler).item() > 0
-    assert optimizer.param_groups[0]["step"].item() == 1
-
-
 def test_impossible_arguments_are_refused():
     params = parameters(torch.float32)
     with pytest.raises(ValueError, match=r"reduced_precision_dtype=torch.float32, torch.float16, torch.bfloat16 or"):

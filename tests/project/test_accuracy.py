@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import scripts
 from compared_runs import made_up_run
 
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.diagnose.recording.run import dumps
 
 pytestmark = pytest.mark.slow  # a tool that no training needs
 
@@ -35,10 +32,6 @@ def comparison(second: str = "bits", without: str | None = None, **shifts: float
 
 def families(**shifts: float) -> dict[str, Comparison]:
     return {"digits": comparison("accuracy"), "gpt": comparison(), "lstm": comparison(**shifts)}
-
-
-def rows(page: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| O"]
 
 
 def test_the_page_answers_from_the_verdicts(accuracy):
@@ -69,20 +62,3 @@ def test_a_level_outside_the_spread_is_said_and_fails(accuracy, level):
     assert hidden.startswith(f"lstm at {level}: a mean of 2.5250 against O0's 2.5000 (2.0000 to 3.0000)")
     answer = accuracy.page(trained).split("\n\n")[2]
     assert answer.startswith("**Not shown by these runs.**") and broken[0] in answer
-
-
-def test_the_page_can_be_written_again_from_reports(accuracy, tmp_path, monkeypatch, capsys):
-    """The exit status is the claim's."""
-    reports, docs = tmp_path / "reports", tmp_path / "docs"
-    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--from", str(reports), "--docs", str(docs)])
-    with pytest.raises(SystemExit, match=r"there is no .*report\.json"):
-        accuracy.main()
-    for shift, status, said in (1 / 1024, 0, ""), (1.0, 1, "lstm at O2: a mean of 3.5000"):
-        for family, each in families(O2=shift).items():
-            (reports / family).mkdir(parents=True, exist_ok=True)
-            (reports / family / "report.json").write_text(dumps(each.to_dict()))
-        assert accuracy.main() == status
-        printed, errors = capsys.readouterr()
-        assert said in errors and bool(errors) == bool(status)
-        assert printed.rstrip().endswith(str(docs / "accuracy.md"))
-        assert len(rows((docs / "accuracy.md").read_text())) == 18

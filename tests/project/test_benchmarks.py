@@ -6,16 +6,10 @@ import json
 import os
 
 import pytest
-import scripts
 from paths import BENCHMARKS, ROOT
 from python_forks import python
 
 pytestmark = pytest.mark.slow  # a tool that no training needs
-
-
-@pytest.fixture(scope="module")
-def timing():
-    return scripts.load("timing")
 
 
 def run_benchmark(script, folder, *options):
@@ -43,16 +37,6 @@ def test_every_rival_of_the_step_trains_the_same_model(script, dtype, tmp_path):
         assert f"{rival:17}" in output
         assert row["host_milliseconds"] > 0 and (row["skipped"] is None) == (rival in ("fp32", "autocast"))
         assert row["syncs"] is row["gb_at_start"] is row["gb_in_a_step"] is None
-
-
-@pytest.mark.parametrize("kind", ["one", "4,000 of 256"])
-def test_each_kernel_stands_beside_a_copy_and_torch(kind, tmp_path):
-    output, rows = run_benchmark("kernels", tmp_path, "--elements", "1000", "--only", kind)
-    assert len({(row["kernel"], row["dtype"]) for row in rows}) == len(rows) == 24
-    for row in rows:
-        assert row["tensors"] == kind and row["launches"] is None
-        assert min(row[column] for column in ("us", "of copy", "of torch", "host us")) > 0
-        assert f"{row['kernel']:16}{row['dtype']:10}{kind:14}" in output
 
 
 def test_the_optimizers_half_of_a_step_equals_plain_training(tmp_path):

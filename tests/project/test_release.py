@@ -48,13 +48,6 @@ def test_links_of_the_readme_lead_to_the_tag_from_elsewhere(setup):
     assert ours == {f"/{'raw' if path.endswith('.svg') else 'blob'}/v{__version__}/{path}" for path in relative}
 
 
-def test_a_readme_without_an_address_has_no_broken_link(setup):
-    page = setup.long_description(README, "", "v1")
-    assert all(re.match("https?:|#", target) for target in targets(page))
-    assert "<img" not in page and "![" not in page
-    assert setup.project_urls("", "v1") == {}
-
-
 @pytest.mark.parametrize(
     ("text", "there"),
     [

@@ -193,19 +193,6 @@ def test_initialize_again_names_anew():
     assert coded_params(optimizer) == [2]
 
 
-@pytest.mark.parametrize("masters", [True, "split", "stochastic"])
-def test_a_named_parameter_that_is_unfrozen_later_has_fp32_state(masters):
-    model = net().bfloat16()
-    model[2].requires_grad_(False)
-    model, optimizer = start(MAKERS["AdamW"], model, master_weights=masters, fp32_state="2")
-    go_on(model, optimizer, range(2))
-    model[2].requires_grad_(True)
-    go_on(model, optimizer, range(2, 4))
-    assert coded_params(optimizer) == [0]
-    (state,) = (s for p, s in optimizer.state.items() if p.shape == model[2].weight.shape)
-    assert type(state["exp_avg"]) is torch.Tensor and state["exp_avg"].abs().sum() > 0
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_named_parameter_of_a_later_group_has_fp32_state(number):
     model = net()

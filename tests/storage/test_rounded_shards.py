@@ -122,16 +122,11 @@ def test_hybrid_sharding_rounds_replicas_alike(four):
 
 
 def held() -> list[tuple[int, dict[str, int]]]:
-    """Of each parameter the elements here, and the bytes of weight, gradient and state; the masters' come to 0."""
+    """Of each parameter the elements here, and the bytes of weight, gradient and state."""
     model, optimizer = start("AdamW", **ROUNDED)
     go_on(model, optimizer, range(1))
     backward(loss_of(model, 1), optimizer)
     optimizer.step()
-    masters = [part.master for part in optimizer._amp_stash.masters.parts.values()]
-    with torch._C.DisableTorchFunctionSubclass():
-        assert all(master.untyped_storage().nbytes() == 0 for master in masters) and len(masters) == 8
-    assert not any(master.grad is not None for master in masters), "the shards alone have the gradients"
-    assert not any(master.waits_alone() for master in masters)
     found = []
     for param, state in optimizer.state.items():
         tensors = {"weight": param, "grad": param.grad, **{n: state[n] for n in ("exp_avg", "exp_avg_sq")}}

@@ -76,7 +76,7 @@ def restored(make: str) -> None:
     assert len(state_of(optimizer)) == len(wanted)
     weights = here(model.parameters())
     amp.restore()
-    assert same(here(model.parameters()), weights) and not hasattr(optimizer, "_amp_stash")
+    assert same(here(model.parameters()), weights) and not any("_amp" in name for name in vars(optimizer))
     for param, state in optimizer.state.items():
         averages = [state[name] for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in state]
         assert averages and all(value.dtype is torch.bfloat16 for value in averages), "as torch has it"
@@ -101,7 +101,6 @@ def pickled(make: str) -> None:
     shards, copies = ([p for group in o.param_groups for p in group["params"]] for o in (optimizer, copy))
     for param, other in zip(shards, copies, strict=True):
         other.grad = param.grad.clone()
-    assert len(copy._amp_stash.masters.links) == 8, "one master for the part of each"
     optimizer.step()
     copy.step()
     assert same(here(copies), here(shards)) and same(state_of(copy), state_of(optimizer))

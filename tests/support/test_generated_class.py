@@ -230,15 +230,3 @@ def test_an_optimizer_that_has_no_room_for_a_training_is_refused_by_name():
         "scale; add '__dict__' and '__weakref__' to its __slots__, or leave these out"
     )
     assert model.weight.dtype is torch.float32
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("kind", [Concrete, AfterGeneric, Registered])
-def test_a_model_of_any_class_compiles_in_one_graph(kind, level):
-    model = amp.initialize(kind(), opt_level=level)
-    inputs, expected = training.images(0)[0], model(training.images(0)[0])
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(inputs), expected)

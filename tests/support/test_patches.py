@@ -72,19 +72,6 @@ def test_module_that_answers_through_getattr() -> None:
     assert torch._VF.lstm is original
 
 
-def test_one_name_twice_comes_apart_in_order() -> None:
-    module = types.ModuleType("module")
-    module.value = "original"
-    patches = Patches()
-    for value in ("first", "second"):
-        patches.set(module, "value", value)
-    assert module.value == "second" and len(patches) == 2
-    patches.remove()
-    assert module.value == "original" and len(patches) == 0
-    patches.remove()  # nothing left: nothing happens
-    assert module.value == "original"
-
-
 def test_instance_with_property_or_slots() -> None:
     derived, slotted, empty = Derived(), Slotted(), Slotted()
     derived.prop, slotted.field = "set", "filled"
@@ -96,14 +83,6 @@ def test_instance_with_property_or_slots() -> None:
     patches.remove()
     assert (derived.prop, slotted.field) == ("set", "filled")
     assert not hasattr(empty, "field")
-
-
-def test_instance_attribute_that_the_class_has_too() -> None:
-    derived = Derived()
-    patches = Patches()
-    patches.set(derived, "own", "patched")
-    patches.remove()
-    assert "own" not in vars(derived) and derived.own == "own"
 
 
 def test_closure_cell() -> None:
@@ -177,14 +156,6 @@ def test_an_installation_is_made_once_and_undone_as_a_whole(installation: Instal
         installation.uninstall()
         assert not installation.installed and installation not in installations() and Derived.own == "own"
     assert calls == ["change", "undone"] * 2
-
-
-def test_an_added_attribute_is_removed_with_the_rest(installation: Installation) -> None:
-    installation.install(lambda patches: patches.set(Derived, "own", 1))
-    installation.add(lambda patches: patches.set(Derived, "own", 2))
-    assert Derived.own == 2
-    installation.uninstall()
-    assert Derived.own == "own"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
