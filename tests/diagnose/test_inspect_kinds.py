@@ -77,17 +77,6 @@ def test_inspect_divides_by_the_scale_of_a_grad_scaler(make, given):
     assert not observers.present
 
 
-def test_inspect_reads_the_scale_of_any_scaler_object():
-    class Eight:
-        def get_scale(self):
-            return 8.0
-
-    model = training.linear([[1.0, 1.0]])
-    with inspect(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=Eight()) as seen:
-        (model(torch.ones(1, 2)).sum() * 8.0).backward()
-    assert (seen.gradients["weight"].counts, seen.scale) == ({0: 2}, 8.0)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inspect_unscales_only_the_loss_that_was_scaled(reentrant):
     """Two losses have separate backward passes, and only one is scaled. The model is checkpointed."""
@@ -118,17 +107,6 @@ def test_inspect_counts_a_step_that_a_scaler_skips(make, unscales):
             scaler.update()
     assert (seen.step, seen.scale) == (4, 2.0**9)
     assert (seen.not_finite.op, seen.not_finite.module, seen.not_finite.step) == ("mul", None, 2)
-
-
-def test_inspect_counts_delayed_gradients_unscaled():
-    model = training.linear([[1.0, 1.0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1024.0)
-    with inspect(model, optimizer) as seen:
-        for delay in (True, False):
-            training.backward(model(torch.ones(1, 2)).float().sum(), optimizer, delay_unscale=delay)
-        optimizer.step()
-    assert (seen.gradients["weight"].counts, seen.step) == ({0: 4}, 1)
 
 
 def test_inspect_of_two_models_sees_each_model_alone():

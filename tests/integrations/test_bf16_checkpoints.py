@@ -16,7 +16,6 @@ from crossed import crossed
 EXTRAS = "pip install amp_patch[lightning,transformers]; `make test-all` does"
 lightning = pytest.importorskip("lightning", reason=EXTRAS)
 pytest.importorskip("lightning.pytorch", reason=EXTRAS)
-accelerate = pytest.importorskip("accelerate", reason=EXTRAS)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from the network
 pytest.importorskip("transformers", reason=EXTRAS)
 
@@ -25,23 +24,20 @@ from checkpoints import (  # noqa: E402
     MODELS,
     TOLERANCE,
     TRAININGS,
-    Lit,
     adamw,
     by_name,
     iterate,
     loaded,
-    loader,
     rows,
     same_by_name,
     types,
     written,
 )
-from frameworks import PACKAGES_WARN, hf_trainer, logged, trainer  # noqa: E402
+from frameworks import PACKAGES_WARN, hf_trainer, logged  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from training import masters_of, same  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
-from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
 
 pytestmark = [
     *PACKAGES_WARN,
@@ -165,34 +161,3 @@ def test_the_trainer_has_the_bits_of_the_model_in_fp32(training, name, folder, t
     for losses, state in runs[1:]:
         assert losses == runs[0][0] and len(losses) == 5
         assert same_by_name(state, runs[0][1])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Lightning
-
-
-def with_lightning(
-    folder: Path, name: str, training: str, *, widen: bool = False, path: Any = None, **options: Any
-) -> Lit:
-    model = loaded(written(name, folder), name)
-    if widen:
-        model.float()
-    module = Lit(model)
-    options = {"max_epochs": 1, **options}
-    trainer(OptLevelPrecision(**TRAININGS[training], verbosity=0), **options).fit(module, loader(name), ckpt_path=path)
-    return module
-
-
-@crossed(every_training, every_model, meet=1)
-def test_lightning_has_the_bits_of_the_fp32_model_and_restores_the_incoming_type(training, name, folder):
-    wide = with_lightning(folder, name, training, widen=True)
-    module = with_lightning(folder, name, training)
-    assert module.losses == wide.losses and len(module.losses) == 4
-    assert same_by_name(module.ended, wide.ended)
-    assert type(module) is Lit and {p.dtype for p in module.parameters()} == {torch.bfloat16}
-    rounded = {key: value.bfloat16() for key, value in module.ended.items()}
-    assert same_by_name(by_name(module), rounded)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Accelerate and Fabric

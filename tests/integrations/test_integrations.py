@@ -22,14 +22,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothin
 import lightning.pytorch as pl  # noqa: E402
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from frameworks import INPUTS, PACKAGES_WARN, TEXTS, adam, gpt, hf_trainer, network  # noqa: E402
+from frameworks import INPUTS, PACKAGES_WARN, adam, gpt, hf_trainer, network  # noqa: E402
 from paths import EXAMPLES  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from training import LEVELS, same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 from amp_patch.integrations.transformers import OptLevelTrainer  # noqa: E402
-from amp_patch.model.forward import policy_of  # noqa: E402
 
 pytestmark = PACKAGES_WARN
 
@@ -106,18 +105,6 @@ def test_accelerate_does_what_the_loop_does(level, accelerate_state):
             optimizer.zero_grad()
     assert losses == expected_losses
     assert same(weights(model), weights(expected))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_accelerate_resumes_to_the_same_bits(level, accelerate_state, tmp_path):
-    train = example("accelerate_loop").train
-    whole, losses = train(level, epochs=4)
-    state = amp.state_dict()
-    train(level, epochs=2, save=tmp_path)
-    resumed, rest = train(level, epochs=2, resume=tmp_path)
-    assert rest == losses[8:]
-    assert same(weights(resumed), weights(whole))
-    assert amp.state_dict() == state
 
 
 def logged_of(trainer: transformers.Trainer, name: str) -> list[float]:
@@ -230,14 +217,6 @@ def test_the_trainer_refuses_a_second_mixed_precision_and_says_what_to_leave_out
     message = f"args has bf16=True, .*; leave bf16=True out of TrainingArguments: {way_out}$"
     with pytest.raises(ValueError, match=message):
         OptLevelTrainer(gpt(), arguments, **given)
-
-
-def test_the_trainer_takes_the_options_of_initialize_by_name(tmp_path):
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    trainer = OptLevelTrainer(gpt(), arguments, train_dataset=TEXTS, opt_level="O5", master_weights="split")
-    optimizer = trainer.create_optimizer()
-    assert {master.dtype for master in amp.master_params(optimizer)} == {torch.float32}
-    assert policy_of(trainer.model).master_weights == "split"
 
 
 @pytest.mark.slow

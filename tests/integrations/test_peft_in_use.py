@@ -11,7 +11,6 @@ from adapters import (
     LR,
     OLDER_NAME,
     base_model,
-    every_adapter,
     every_training,
     frozen,
     lora,
@@ -67,19 +66,6 @@ def test_the_trainer_trains_adapters(training, tmp_path):
         assert losses == pytest.approx(wide, rel=TOLERANCE[training])
 
 
-@every_adapter
-@every_training
-def test_the_trainer_resumes_adapters_to_the_same_bits(training, adapters, tmp_path):
-    saves = {"save_strategy": "steps", "save_steps": 2}
-    whole = with_trainer(tmp_path, training, lora("BF16", adapters), **saves)
-    states = logged(whole), of_adapters(whole.model.state_dict())
-    amp.restore()
-    resumed = with_trainer(tmp_path, training, lora("BF16", adapters), str(tmp_path / "checkpoint-2"), **saves)
-    assert logged(resumed) == states[0]
-    assert same_by_name(of_adapters(resumed.model.state_dict()), states[1])
-    assert "load_adapter" not in vars(resumed.model)
-
-
 @every_training
 def test_lightning_trains_adapters_and_restores_the_incoming_type(training):
     modules = [Lit(lora().float(), LR), Lit(lora(), LR)]
@@ -94,7 +80,3 @@ def test_lightning_trains_adapters_and_restores_the_incoming_type(training):
         assert same_by_name(of_adapters(module.ended), of_adapters(wide.ended))
     else:
         assert module.losses == pytest.approx(wide.losses, rel=TOLERANCE[training])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Two processes

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from amp_patch import amp
 from amp_patch.casts import install
-from amp_patch.model.type_errors import is_about_types
 
 INDEX = torch.zeros(4, 4, dtype=torch.int64)
 OVERFLOWS: dict[str, Callable[[Tensor], Any]] = {
@@ -174,16 +173,6 @@ def test_o1_and_o4_cast_what_cast_models_explain(name: str, level: str) -> None:
     model(torch.randn(4, 4))
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_fused_fake_quantize_is_fp32_where_functions_are_cast(level: str) -> None:
-    fake = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
-    model = nn.Sequential(nn.Linear(4, 4), fake, nn.Linear(4, 4))
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    with amp.scale_loss(model(torch.randn(4, 4)).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    assert model[0].weight.grad is not None and fake.scale.dtype is torch.float32
-
-
 def test_error_in_the_body_of_scale_loss_is_explained() -> None:
     model, optimizer = trained(lambda x: None, "O1")
     output = model(torch.randn(4, 4))
@@ -242,11 +231,6 @@ class Net(nn.Module):
         return self(x)
 
 
-class Mixing(Net):
-    def forward(self, x):
-        return self.char(torch.ones(2, 8))
-
-
 LAYERS = {
     "Linear": (lambda: nn.Linear(8, 2), (2, 8)),
     "Linear, no bias": (lambda: nn.Linear(8, 2, bias=False), (2, 8)),
@@ -280,13 +264,3 @@ def test_floats_given_where_indices_belong_are_named_and_not_the_level(level):
     model = amp.initialize(Net(nn.Embedding(4, 2)), opt_level=level, verbosity=0)
     assert re.search(rf"In module 'char' of Net .*{MEANT}.* int64 for indices$", str(error_of(model, torch.ones(2))))
     model(torch.ones(2, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("level", CAST)
-def test_a_module_with_the_name_of_an_integer_type_is_still_told_of_mixed_floats(level):
-    model = amp.initialize(Mixing(nn.Linear(8, 2)), opt_level=level, verbosity=0)
-    error = error_of(model, torch.ones(2, 8))
-    words = str(error)
-    assert is_about_types(error)
-    assert re.search(r"The forward of module 'char' of Mixing \(.*\) mixes types: .*keep_fp32", words)
-    assert not re.search(MEANT, words)

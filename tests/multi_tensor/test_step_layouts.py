@@ -120,15 +120,6 @@ def test_numbers_that_are_refused(backend, options, message):
         state.adam(**ADAM | options)
 
 
-def test_parameters_that_require_grad_need_no_grad_mode(backend):
-    state = State([4])
-    state.gradients(1)
-    state.params[0].requires_grad_()
-    with torch.enable_grad(), pytest.raises(ValueError, match="requires grad, and autograd would not see the write"):
-        state.adam(**ADAM)
-    state.adam(**ADAM)
-
-
 def test_momentum_buffers_without_momentum(backend):
     state = State([4])
     state.gradients(1)

@@ -190,30 +190,6 @@ def test_elements_are_counted_in_memory_order():
         mt.multi_tensor_stochastic_round([x.contiguous()], [weight], 0, [0])
 
 
-def test_wrong_arguments_are_refused_before_the_first_write():
-    x = torch.randn(9)
-    weight = x.bfloat16()
-    before = weight.clone()
-    plain = SGD | {"momentum": 0.0}
-    with pytest.raises(ValueError, match=r"multi_tensor_sgd: tensor 0 of params is torch\.bfloat16.*no draws"):
-        mt.multi_tensor_sgd([x], [weight], None, **plain)
-    with pytest.raises(TypeError, match=r"a weight without master, and low has another"):
-        mt.multi_tensor_sgd([x], [weight], None, [x.half()], **plain, draws=[0])
-    with pytest.raises(ValueError, match="there are 2 draws, weights has 1 tensors"):
-        mt.multi_tensor_stochastic_round([x], [weight], 0, [0, 1])
-    with pytest.raises(TypeError, match="an int of 64 bits is wanted"):
-        mt.multi_tensor_stochastic_round([x], [weight], 2**64, [0])
-    with pytest.raises(TypeError, match="a list or tuple of ints of 64 bits is wanted"):
-        mt.multi_tensor_stochastic_round([x], [weight], 0, [0.5])
-    with pytest.raises(ValueError, match="there are 2 starts, weights has 1 tensors"):
-        mt.multi_tensor_stochastic_round([x], [weight], 0, [0], [0, 9])
-    with pytest.raises(ValueError, match="places of elements from 0 on are wanted"):
-        mt.multi_tensor_stochastic_round([x], [weight], 0, [0], [-1])
-    with pytest.raises(TypeError, match=r"tensor 0 of weights is torch\.float16, bfloat16 is wanted"):
-        mt.multi_tensor_stochastic_round([x], [x.half()], 0, [0])
-    assert torch.equal(weight, before)
-
-
 @device
 @pytest.mark.parametrize("shapes", [[], [(0,)], [(3, 0), (0,)]])
 def test_nothing_to_do(device, shapes):

@@ -253,22 +253,3 @@ def test_an_exception_in_a_portion(next_step, how_many):
         assert not any(torch.equal(master, value) for master, value in zip(masters, left, strict=True))
     assert torch.equal(model.first.weight, masters[0].bfloat16())
     assert not any(map(has_gradient, masters))
-
-
-def test_an_interrupt_before_the_first_portion_keeps_the_gradients(monkeypatch):
-    """The interrupt may also come while masters adopt an edit of the weights, which writes into masters too."""
-    model, optimizer = training(torch.optim.NAdam)
-    backward_batch(model, optimizer, 0)
-    before = [master.detach().clone() for master in amp.master_params(optimizer)]
-
-    def interrupted(pairs: Any) -> None:
-        for _, link in pairs:
-            link.master.mul_(1.0)
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patches:
-        patches.setattr(portions, "settle", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    optimizer.step()
-    assert not any(map(torch.equal, amp.master_params(optimizer), before))
