@@ -60,36 +60,6 @@ def test_the_handle_of_an_o1_training_deactivates_it(amp):
     assert other(torch.ones(1, 1)).dtype is torch.float16 and model(torch.ones(1, 1)).dtype is torch.float32
 
 
-def test_no_casts_inside_of_the_optimizers_step(amp):
-    """Apex disables them there: Muon, Shampoo and K-FAC multiply matrices."""
-
-    class Shampoo(torch.optim.SGD):
-        seen: list[torch.dtype] = []  # noqa: RUF012
-
-        def step(self, closure=None):
-            self.seen.append(mm_dtype())
-            if self.fails:
-                raise KeyError("planted")
-            return super().step(closure)
-
-        fails = False
-
-    model = linear([[1.0]])
-    optimizer = Shampoo(model.parameters(), lr=0.25)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-    backward_by(amp, model, optimizer)
-    optimizer.step()
-    scheduler.step()
-    assert Shampoo.seen == [torch.float32] and mm_dtype() is torch.float16
-    optimizer.fails = True
-    backward_by(amp, model, optimizer)
-    with pytest.raises(KeyError):
-        optimizer.step()
-    backward_by(amp, model, optimizer)
-    assert mm_dtype() is torch.float16
-
-
 def test_init_casts_and_deactivate_undoes_it(amp):
     handle = amp.init(enabled=True)
     assert amp._amp_state.handle is handle and handle.is_active()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,15 +13,11 @@ from fsdp_trainings import (
     averaged,
     fully_shard,
     loss_of,
-    network,
     restored_fixture,  # noqa: F401  the fixture `restored`
-    shard,
-    sharded_training,
-    weights,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from training import backward, same
+from training import backward
 
 from amp_patch import amp
 
@@ -99,41 +94,3 @@ def test_a_policy_of_models_keeps_their_batch_norms_and_keep_fp32():
         amp.fsdp_policy("O5", keep_fp32="2")
     with pytest.raises(ValueError, match=r"^fsdp_policy: keep_fp32 names 'norm', which matches no module"):
         amp.fsdp_policy("O5", models=model, keep_fp32="norm")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The weight-cast cache.
-
-
-def steps_in_one_region() -> tuple[list[Tensor], list[Tensor]]:
-    trained = []
-    for around in ("the steps", "each forward"):
-        model = shard(network())
-        optimizer = SGD(model.parameters())
-        scaler = amp.GradScaler("cpu", init_scale=1024.0)
-        with amp.autocast("cpu", dtype=torch.bfloat16) if around == "the steps" else nullcontext():
-            for step in range(3):
-                optimizer.zero_grad()
-                with amp.autocast("cpu", dtype=torch.bfloat16):
-                    loss = loss_of(model, step, dist.get_rank())
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        trained.append(weights(model))
-    return trained[0], trained[1]
-
-
-def casts_after_forward() -> int:
-    from amp_patch.casts import regions
-    from amp_patch.casts import state as casts_state
-
-    model, _ = sharded_training("O1", torch.bfloat16, "SGD")
-    with regions.region(amp.initialize(network(), opt_level="O4")._amp.policy), torch.no_grad():
-        loss_of(model, 0, dist.get_rank())
-        return casts_state.state().cached()
-
-
-def test_no_cast_of_a_gathered_weight_outlives_it(ranks):
-    for one_region, each in ranks(steps_in_one_region):
-        assert same(one_region, each)
-    assert ranks(casts_after_forward) == [0, 0]

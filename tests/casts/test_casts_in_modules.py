@@ -8,9 +8,7 @@ import pytest
 import torch
 from casting import (
     FULL,
-    HALF,
     LOW,
-    cached,
     clean_fixture,  # noqa: F401  the fixture `_clean`
     installed_fixture,  # noqa: F401  the fixture `installed`
     needs_install,
@@ -19,11 +17,8 @@ from casting import (
 from conftest import DEVICES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import run_in_thread
 
-from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import regions
-from amp_patch.casts import state as casts_state
 
 
 def reference_and_casts(module: nn.Module, dtype: torch.dtype, *inputs: Any) -> tuple[Any, Any]:
@@ -105,34 +100,3 @@ class Products(TorchDispatchMode):
         if any(name in str(func) for name in ("mm.", "dot_product", "attention", "encoder_layer")):
             self.types.append((result[0] if isinstance(result, tuple) else result).dtype)
         return result
-
-
-class Examples(torch.utils.data.Dataset):
-    """Each example is what a worker process finds: the types of a product outside regions, inside one, and outside."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> list[str]:
-        x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
-        types = [(x @ weight).dtype]
-        with casts_autocast.autocast("cpu", dtype=HALF):
-            types += [(x @ weight).dtype, run_in_thread(lambda: (x @ weight).dtype)]
-        return [str(dtype) for dtype in (*types, (x @ weight).dtype)]
-
-
-@needs_install
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_of_a_data_loader(start: str) -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    outside, inside = str(FULL), str(HALF)
-    # A worker that is forked inside a region is inside it, as threads' state is copied; one that is spawned is not.
-    within = str(torch.bfloat16) if start == "fork" else outside
-    with regions.region(o1(torch.bfloat16)):
-        casts_state.cast_weight(weight, torch.bfloat16)
-        loader = torch.utils.data.DataLoader(
-            Examples(), batch_size=None, num_workers=1, multiprocessing_context=start, collate_fn=list
-        )
-        assert list(loader) == [[within, inside, outside, within]] * 4
-        assert cached() == 1

@@ -168,25 +168,6 @@ def test_emulated_fp16_overflows_and_skips_under_inductor_as_in_eager(kind, leve
         torch.testing.assert_close(value, reference, rtol=2e-3, atol=0, equal_nan=True)
 
 
-def test_two_trainings_interleave():
-    def alone(level, **kwargs):
-        losses = train_steps(step_of(*initialized(level, **kwargs)))
-        amp.restore()
-        return losses
-
-    expected = alone("O1"), alone("O2", dtype=torch.bfloat16)
-    steps = []
-    for level, kwargs in (("O1", {}), ("O2", {"dtype": torch.bfloat16})):
-        model, optimizer = initialized(level, **kwargs)
-        steps.append(step_of(torch.compile(model, backend="aot_eager", fullgraph=True), optimizer))
-    found = [[], []]
-    for index in range(4):
-        with torch._dynamo.config.patch(error_on_recompile=index > 1):
-            for losses, step in zip(found, steps, strict=True):
-                losses.append(step(*training.images(index)).item())
-    assert found[0] == pytest.approx(expected[0], rel=2e-3) and found[1] == pytest.approx(expected[1], rel=1e-2)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Whose casts
 
@@ -277,31 +258,6 @@ def test_code_compiled_for_other_casts_is_not_used():
         assert types() == {torch.float32}
     amp.restore()
     assert types() == {torch.float32}
-
-
-@amp.half_function
-def halved(x):
-    return x + 1
-
-
-@amp.float_function
-def raised(x):
-    return x * 2
-
-
-@amp.promote_function
-def widened(pair):
-    return torch.stack([t.to(pair[0].dtype) for t in pair])
-
-
-def test_functions_of_the_users():
-    def function(x):
-        return halved(x), raised(x.bfloat16()), widened([x.bfloat16(), x])
-
-    with amp.autocast("cpu", dtype=torch.bfloat16):
-        assert [t.dtype for t in function(torch.ones(3))] == [torch.bfloat16, torch.float32, torch.float32]
-        same_as_eager(function, torch.ones(3))
-    same_as_eager(function, torch.ones(3))
 
 
 class Checkpointed(nn.Module):

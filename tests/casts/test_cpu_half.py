@@ -30,7 +30,6 @@ from training import SGD
 
 from amp_patch import amp
 from amp_patch.casts import cpu_half, regions
-from amp_patch.policy import LOW_PRECISION
 from amp_patch.training.training import trainings
 
 
@@ -264,15 +263,6 @@ def test_a_model_with_nothing_on_a_cpu_is_native():
     model = amp.initialize(training.convnet(device="meta"), opt_level="O2", cpu_half="emulate")
     assert model._amp.policy.emulated is None
     assert amp.initialize(nn.ReLU(), opt_level="O2", cpu_half="emulate")._amp.policy.emulated is FP16  # anywhere
-
-
-@pytest.mark.parametrize("dtype", LOW_PRECISION)
-def test_the_processor_and_the_system_agree(dtype, monkeypatch):
-    ask = cpu_half.has_arithmetic.__wrapped__
-    expected = ask(dtype)
-    for absent_or_older in (no_extension, lambda name: SimpleNamespace()):
-        monkeypatch.setattr(cpu_half.importlib, "import_module", absent_or_older)
-        assert ask(dtype) is expected
 
 
 def no_extension(name: str) -> Any:

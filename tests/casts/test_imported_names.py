@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import WRAPPERS
-from paths import ROOT
-from python_forks import python
 from torch import nn
 from torch.nn import functional as F
 
@@ -100,29 +96,6 @@ def test_copies_of_a_model_go_on_with_the_functions_that_it_holds() -> None:
     twin = copy.deepcopy(net)
     amp.restore()
     assert net.act is net.bound.func is F.softmax and twin.act(low, -1).dtype is LOW
-
-
-def test_a_model_that_another_process_loads_casts_the_functions_that_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "held.py").write_text(
-        "import torch\n"
-        "class Net(torch.nn.Linear):\n"
-        "    act = None\n"
-        "    def forward(self, x):\n"
-        "        return self.act(super().forward(x))\n"
-    )
-    (tmp_path / "save.py").write_text(
-        "import torch\n"
-        "from held import Net\n"
-        "from amp_patch import amp\n"
-        "net = Net(2, 2)\n"
-        "net.act = torch.exp\n"
-        "amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level='O4', verbosity=0)\n"
-        "torch.save(net, 'net.pt')\n"
-    )
-    load = "import torch; print(torch.load('net.pt', weights_only=False)(torch.ones(1, 2)).dtype)"
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    assert python("save.py", cwd=tmp_path, env=path).returncode == 0
-    assert python("-c", load, cwd=tmp_path, env=path).stdout == "torch.float32\n"
 
 
 def products(x: torch.Tensor) -> torch.Tensor:

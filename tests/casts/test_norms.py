@@ -372,15 +372,6 @@ def test_it_is_refused_where_it_means_nothing(why: str, options: dict[str, Any])
     amp.initialize(model, low_precision_norms=False, verbosity=0, **options)
 
 
-def test_a_level_from_the_environment_drops_it_where_it_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O5")
-    model, _ = started("O4")
-    assert types_of(model) == [torch.bfloat16, torch.float32]
-    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O4")
-    model, _ = started("O1")
-    assert types_of(model) == [torch.bfloat16] * 2
-
-
 def test_the_log_and_explain_name_it() -> None:
     assert str(resolve("O4", low_precision_norms=True)).endswith(", low_precision_norms=True")
     assert "low_precision_norms" not in str(resolve("O4"))

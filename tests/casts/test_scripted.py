@@ -150,19 +150,6 @@ def test_a_model_with_a_compiled_part_trains_as_with_the_part_itself(wrappers, c
     assert same(trained(compiled), trained(lambda part: part))
 
 
-def test_trainings_of_both_types_share_a_compiled_function(wrappers):
-    shared, x = torch.jit.script(matmul), torch.randn(4, 4, generator=torch.Generator().manual_seed(5))
-    nets = {dtype: PartlyCompiled(shared, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
-    for level, dtype in [*CASTING, ("O0", torch.float32)]:
-        amp.initialize(nets[dtype], ADAM(nets[dtype].parameters()), opt_level=level, cpu_half="native", verbosity=0)
-    for _ in range(STEPS):
-        for dtype, net in nets.items():
-            around = torch.enable_grad() if dtype is torch.float32 else torch.autocast("cpu", dtype)
-            with amp.disable_casts():
-                expected = result(PartlyCompiled(matmul, dtype), x, around)
-            assert same(result(net, x, torch.enable_grad()), expected)
-
-
 def test_a_set_of_device_types_has_one_set_of_dtypes_at_all_calls():
     """torch.jit compiles a function once for each set of device types, and the code contains their dtypes."""
     seen: dict[tuple[str, ...], set[Any]] = {}
@@ -245,9 +232,3 @@ def test_python_that_compiled_code_calls_sees_weights_as_they_are_now(wrappers):
         with torch.no_grad():
             weight.mul_(2)
         assert calls(x, weight)[0, 0].item() == 9.0
-
-
-def test_explain_says_who_casts_in_compiled_code(wrappers):
-    net = PartlyCompiled(torch.jit.script(linear), torch.bfloat16)
-    net, _ = amp.initialize(net, ADAM(net.parameters()), opt_level="O4", verbosity=0)
-    assert "torch.autocast" in str(amp.explain(net, torch.ones(2, 4)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from casting import (
 )
 from conftest import DEVICES
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from training import run_in_thread
 
 from amp_patch.casts import autocast as casts_autocast
@@ -144,38 +142,6 @@ def test_edited_weights_are_cast_again() -> None:
         layer(x)
         layer.load_state_dict({"weight": torch.full((1, 1), 3.0)})
         assert layer(x).item() == 3.0
-
-
-class During(TorchFunctionMode):
-    """Run `action` after each call of `Tensor.to`, as another thread may do during a cast."""
-
-    def __init__(self, action: Callable[[], Any]) -> None:
-        super().__init__()
-        self.action = action
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is Tensor.to:
-            self.action()
-        return result
-
-
-@needs_install
-def test_a_weight_edited_while_it_is_cast_is_cast_again() -> None:
-    weight, x = nn.Parameter(torch.ones(1, 1), requires_grad=False), torch.ones(1, 1, dtype=HALF)
-    with regions.region(o1()):
-        with During(lambda: weight.add_(1)):
-            assert (x @ weight).item() == 1.0
-        assert (x @ weight).item() == 2.0
-
-
-@needs_install
-def test_a_region_left_while_a_weight_is_cast_leaves_nothing() -> None:
-    weight, region = nn.Parameter(torch.ones(1, 1)), regions.region(o1())
-    region.__enter__()
-    with During(lambda: region.__exit__(None, None, None)):
-        torch.ones(1, 1, dtype=HALF) @ weight
-    assert cached() == 0
 
 
 @needs_install

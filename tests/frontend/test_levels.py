@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
@@ -104,45 +103,6 @@ def trainings(seeds):
         model = convnet(seed)
         made[level] = amp.initialize(model, ADAM(model.parameters()), opt_level=level, verbosity=0)
     return made
-
-
-def interleave(made, steps):
-    """The first training overflows in steps 2 and 3, the second in step 7."""
-    for step in steps:
-        for (model, optimizer), overflows in zip(made.values(), ((2, 3), (7,)), strict=True):
-            inputs, targets = training.images(step)
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            training.backward(loss * (float("inf") if step in overflows else 1.0), optimizer)
-            optimizer.step()
-
-
-def test_two_trainings_in_one_process_resume_to_the_bit_each_with_its_own_scale():
-    straight = trainings((0, 1))
-    interleave(straight, range(10))
-    expected = {level: (weights(model), amp.state_dict(optimizer)) for level, (model, optimizer) in straight.items()}
-
-    stopped = trainings((0, 1))
-    interleave(stopped, range(5))
-    saved = {
-        level: copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict(optimizer)))
-        for level, (model, optimizer) in stopped.items()
-    }
-    assert [state[2]["loss_scaler0"] for state in saved.values()] == [
-        {"loss_scale": 16384.0, "unskipped": 1},
-        {"loss_scale": 65536.0, "unskipped": 5},
-    ]
-    amp.restore()
-    resumed = trainings((2, 3))
-    for level, (model, optimizer) in resumed.items():
-        model.load_state_dict(saved[level][0])
-        optimizer.load_state_dict(saved[level][1])
-        amp.load_state_dict(saved[level][2], [optimizer])
-    interleave(resumed, range(5, 10))
-    for level, (model, optimizer) in resumed.items():
-        assert same(weights(model), expected[level][0])
-        assert amp.state_dict([optimizer]) == expected[level][1]
-    assert [state["loss_scaler0"]["loss_scale"] for _, state in expected.values()] == [16384.0, 32768.0]
 
 
 def test_the_scales_of_optimizers_that_have_none_in_common_are_refused_by_name():

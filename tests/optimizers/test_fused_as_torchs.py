@@ -123,25 +123,6 @@ def test_resume_is_bit_exact(make, flags, through, dtype):
     assert all(torch.equal(p, q) and p is not q for p, q in zip(params, twins, strict=True))
 
 
-@every
-def test_loading_runs_other_hooks_and_reads_their_results(make):
-    params = parameters(torch.float16)
-    optimizer = make(params, **required(make))
-    run_steps(optimizer, params)
-    saved = optimizer.state_dict()
-    name = next(iter(saved["state"][0]))
-
-    def double(_, given):
-        state = {key: {k: v * 2 for k, v in s.items()} for key, s in given["state"].items()}
-        return {**given, "state": state}
-
-    twin = make(params, **required(make))
-    twin.register_load_state_dict_pre_hook(double)
-    twin.load_state_dict(saved)
-    assert torch.equal(twin.state[params[0]][name], 2 * saved["state"][0][name])
-    assert len(twin._optimizer_load_state_dict_pre_hooks) == 1
-
-
 def apex_checkpoint(make, params):
     """What Apex saved: the step and NovoGrad's norms in the group, states in the parameters' type."""
     names = {FusedAdam: ["exp_avg", "exp_avg_sq"], FusedLAMB: ["exp_avg", "exp_avg_sq"], FusedNovoGrad: ["exp_avg"]}

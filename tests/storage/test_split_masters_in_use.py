@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -43,19 +42,6 @@ def test_code_that_does_not_ask_for_the_value_is_refused_where_it_is_not_there(t
         read(master)
     master.sum()
     iterate_split(*training, range(3, 4))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's jvp calls it
-def test_a_master_that_is_given_twice_and_one_in_a_transform(training):
-    model, optimizer = training
-    master = next(amp.master_params(optimizer))
-    square, tangent = master * master, torch.ones_like(master)
-    assert torch.equal(square, master.detach() ** 2)
-    del square
-    iterate_split(model, optimizer, range(3, 4))
-    assert not master.is_open
-    primal, _ = torch.func.jvp(lambda x: x * master, (tangent,), (tangent,))
-    assert torch.equal(primal, master)
 
 
 @pytest.fixture(params=[True, "split"])
@@ -136,16 +122,3 @@ def test_a_graph_that_has_saved_a_view_of_a_master_refuses_after_the_step(traini
     iterate_split(model, optimizer, range(3, 4))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_weights_with_a_new_layout_leave_masters_laid_out_like_the_state():
-    def train(kind: Any) -> list[Tensor]:
-        model, optimizer = start_split(MAKERS["NAdam"], master_weights=kind)
-        iterate_split(model, optimizer, range(2))
-        model[0].weight.data = model[0].weight.data.t().contiguous().t()
-        iterate_split(model, optimizer, range(2, 5))
-        assert next(amp.master_params(optimizer)).is_contiguous()
-        return masters_of(optimizer)
-
-    for ours, whole in zip(train("split"), train(True), strict=True):
-        torch.testing.assert_close(ours, whole, rtol=4e-3, atol=4e-3)

@@ -150,19 +150,3 @@ def test_a_state_that_cannot_be_is_refused_before_anything_is_loaded(state):
     with pytest.raises(ValueError, match="load_state_dict: stochastic_rounding is"):
         amp.load_state_dict(wrong)
     assert amp.state_dict() == before
-
-
-def test_several_optimizers_and_a_later_group_have_separate_random_draws():
-    model = net()
-    optimizers = [OPTIM.SGD(model[0].parameters(), lr=0.1), OPTIM.SGD(model[3].parameters(), lr=0.1)]
-    amp.initialize(model, optimizers, opt_level="O5", master_weights="stochastic", verbosity=0)
-    optimizers[0].add_param_group({"params": list(model[2].parameters())})
-    for step in range(2):
-        with amp.scale_loss(loss_of(model, step), optimizers) as loss:
-            loss.backward()
-        for optimizer in optimizers[: 2 - step]:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert chance()["steps"] == [2, 2, 2, 2, 1, 1]
-    draws = [master.draw for optimizer in optimizers for master in amp.master_params(optimizer)]
-    assert len({draw >> 40 for draw in draws}) == 6

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
-
 import pytest
 import torch
 from conftest import DEVICES
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from training import SGD, backward
 
 from amp_patch import amp
@@ -111,24 +107,6 @@ def test_activations_recomputed_by_a_checkpoint_count(reentrant):
     # computes its two again.
     assert run.activations == 4 * 4 * NUMBERS
     assert run.loss == whole.loss and all(map(torch.equal, weights, same))
-
-
-@pytest.mark.parametrize("also_hooks", [False, True], ids=["", "below the user's hooks"])
-def test_activations_saved_by_a_selective_checkpoint_count(also_hooks, recwarn):
-    """The outputs of the linear layers; and no warning of hooks that the user has not set."""
-    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-
-    def loss_fn(model, inputs):
-        with save_on_cpu() if also_hooks else nullcontext():
-            return squares(model, inputs)
-
-    run, weights = train_recorded(made(checkpointed=False, context_fn=kept), loss_fn=loss_fn)
-    warned = {str(each.message) for each in recwarn}
-    without, same = train_recorded(made(checkpointed=False, context_fn=kept), loss_fn=loss_fn, record=False)
-    assert warned == {str(each.message) for each in recwarn} and (also_hooks or not warned)
-    # After the forward: the outputs of six linear layers, the inputs of two blocks, and the squares'.
-    assert also_hooks or run.activations == 4 * (6 + 2 + 1) * NUMBERS
-    assert run.loss == without.loss and all(map(torch.equal, weights, same))
 
 
 def test_a_compiled_model_tells_what_its_graph_saves(fresh_compiler):

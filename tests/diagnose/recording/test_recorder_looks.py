@@ -163,21 +163,6 @@ def test_a_compiled_model_that_is_not_trained_here_begins_nothing():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_model_is_known_as_soon_as_initialize_is_called():
-    with amp.record() as run:
-        first, optimizer = started("O0")
-        one_step(first, optimizer)
-        for _ in range(2):
-            model = convnet()
-            compiled = compile_wrapper(model)
-            compiled(images(0)[0])
-            model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O0")
-            train(compiled, optimizer, 1)
-    assert run.samples == [1, 8, 8]
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-@pytest.mark.usefixtures("fresh_compiler")
 def test_after_a_recording_nothing_of_it_is_in_compiled_models():
     optimized = torch._dynamo.OptimizedModule
     before = optimized.__call__, nn.Module.compile
@@ -193,27 +178,6 @@ def test_after_a_recording_nothing_of_it_is_in_compiled_models():
         assert (optimized.__call__, nn.Module.compile) != before
     assert model._compiled_call_impl is compiled
     assert (optimized.__call__, nn.Module.compile) == before
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
-def test_a_compiled_loop_is_recorded_and_nothing_of_that_is_compiled():
-    model, optimizer = amp.initialize(model := convnet(), SGD(model.parameters()), opt_level="O2", verbosity=0)
-
-    def step(inputs, targets):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        backward(loss, optimizer)
-        optimizer.step()
-        return loss
-
-    compiled = torch.compile(step, backend="eager")
-    with amp.record(inspect=True) as run:
-        losses = [compiled(*images(index)).item() for index in range(3)]
-    assert run.loss == losses and [look.step for look in run.looks] == [1] and run.notes == []
 
 
 def test_an_optimizer_that_steps_no_more_gives_its_place_to_one_that_does():
