@@ -9,7 +9,7 @@ import math
 import pytest
 import reference
 import torch
-from apexed import CHUNK, buffer, on_devices, tensors, zeros
+from apexed import CHUNK, buffer, on_devices, tensors
 from conftest import DTYPES
 from crossed import crossed
 from training import same
@@ -169,31 +169,14 @@ def test_norm_out_blends(norm_type):
             r"multi_tensor_scale: tensor_lists holds lists of \[4\] tensors, wanted are 2 lists .*: src, dst",
         ),
         (
-            lambda: amp_C.multi_tensor_adam(
-                CHUNK, buffer(), [tensors(), tensors()[:2], zeros(), zeros()], 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0
-            ),
-            ValueError,
-            r"multi_tensor_adam: tensor_lists holds lists of \[4, 2, 4, 4\] tensors",
-        ),
-        (
             lambda: amp_C.multi_tensor_l2norm(CHUNK, torch.zeros(2), [tensors()]),
             TypeError,
             "multi_tensor_l2norm: noop_flag is .* a tensor of one element is wanted",
         ),
         (
-            lambda: amp_C.multi_tensor_axpby(CHUNK, buffer(), [tensors()] * 3, 1.0, 1.0, 2),
-            ValueError,
-            "multi_tensor_axpby: arg_to_check=2, wanted -1",
-        ),
-        (
             lambda: amp_C.multi_tensor_norm_out(CHUNK, buffer(), [tensors()], torch.zeros(2), 0.9, 0.1, 2),
             ValueError,
             r"multi_tensor_norm_out: the norms have shape \[2\], \[4\] is wanted",
-        ),
-        (
-            lambda: amp_C.multi_tensor_norm_out(CHUNK, buffer(), [tensors()], torch.zeros(4), 0.9, 0.1, 1),
-            ValueError,
-            "multi_tensor_norm_out: norm_type=1, wanted 2",
         ),
     ],
 )

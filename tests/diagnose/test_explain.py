@@ -6,7 +6,6 @@ import copy
 import inspect
 import pkgutil
 import sys
-import threading
 import types
 
 import pytest
@@ -326,31 +325,6 @@ def test_the_table_of_explain_shows_whole_names_and_merges_equal_calls():
     assert "..." not in str(found)
     assert "never went through" in str(explain(MixedNet(), images()))
     assert "no function" in str(explain(nn.Identity(), torch.ones(1)))
-
-
-def test_explain_does_not_change_or_show_other_threads(wrappers):
-    """Explaining a forward in one thread neither changes nor shows a forward in another."""
-    model = initialize(nn.Linear(2, 2), opt_level="O4")
-    given = torch.ones(1, 2)
-    plain = model(given)
-    inside, done = threading.Event(), threading.Event()
-    found = []
-
-    class Waits(nn.Module):
-        def forward(self, x):
-            inside.set()
-            assert done.wait(60)
-            return x + x
-
-    thread = threading.Thread(target=lambda: found.append(explain(Waits(), given)))
-    thread.start()
-    assert inside.wait(60)
-    try:
-        assert torch.equal(model(given), plain)
-    finally:
-        done.set()
-        thread.join()
-    assert [call.op for call in found[0].calls] == ["torch.Tensor.add"]
 
 
 def test_explain_finds_the_policy_of_a_wrapped_model(wrappers):

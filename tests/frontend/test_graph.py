@@ -63,27 +63,6 @@ def test_calls_are_iterations_of_the_eager_loop_to_the_bit(device, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_oneflow_s_scalers_take_its_arguments(device):
-    """flow.amp.GradScaler(init_scale, growth_factor, backoff_factor, growth_interval) and StaticGradScaler(scale)."""
-    data = batches(8, device, poisoned=(4,))
-
-    def run(scaler: Any) -> list[Tensor]:
-        model = convnet(device=device)
-        graph = Step(model, SGD(model.parameters()), scaler=scaler, dtype=torch.float16)
-        return numbers([*(graph(*batch) for batch in data), *weights(model)])
-
-    dynamic = amp.graph.GradScaler(3000, 2.0, 0.5, 3)
-    assert same(run(dynamic), run(scaler_on(device))) and dynamic.get_scale() == 6000
-    static = amp.graph.StaticGradScaler(512)
-    # Powers of two, so that the scale leaves no trace in the numbers; the poisoned step is skipped.
-    assert same(run(static), run(scaler_on(device, init_scale=512.0, growth_interval=1000)))
-    assert static.get_scale() == 512.0, "after an overflow"
-    static.set_growth_interval(2)
-    run(static)
-    assert static.get_scale() == 512.0, "after clean steps"
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_training_of_initialize_gives_its_own_losses(level, device):
     def training() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import DEVICES
+from crossed import crossed
 from low_models import Echo
 from torch import Tensor, nn
 
@@ -101,9 +102,7 @@ def ordinary(rows: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("kind", ordinary(1))
+@crossed({"kind": list(ordinary(1)), "rows": [1, 8, 64], "level": ["O2", "O5"]})
 def test_ordinary_inputs_are_not_warned_about(kind, level, rows):
     amp.initialize(Echo(), opt_level=level)(ordinary(rows)[kind].clone())
 

@@ -214,31 +214,6 @@ def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, master
     assert amp.frontend.opt_levels[level].brief.startswith(level)
 
 
-def test_enabled_may_be_written(amp):
-    _model, optimizer = make(amp, "O2")
-    amp._amp_state.opt_properties.enabled = False
-    loss = torch.ones(())
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss is loss
-    amp._amp_state.opt_properties = amp.frontend.Properties()  # plug-ins for other devices
-    assert amp._amp_state.opt_properties.enabled is False
-
-
-def test_properties_follow_each_other_without_initialize(amp):
-    properties = amp.frontend.Properties()
-    assert properties.enabled is False and properties.loss_scale == 1.0
-    properties.opt_level = "O1"
-    with pytest.raises(RuntimeError, match="master_weights=True contradicts opt_level 'O1'"):
-        properties.master_weights = True
-    properties.opt_level, properties.keep_batchnorm_fp32, properties.loss_scale = "O2", "True", "64"
-    assert properties.options["keep_batchnorm_fp32"] is True and properties.options["loss_scale"] == 64.0
-    with pytest.raises(RuntimeError, match="only O1"):
-        properties.patch_torch_functions = True
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = properties.nonsense
-    assert copy.deepcopy(properties).options == properties.options
-
-
 def test_an_overflow_before_a_scale_was_written_is_not_charged_to_the_next_iteration(amp):
     model = linear([[1.0]])
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O1", verbosity=0)

@@ -112,17 +112,6 @@ def test_micro_batches_are_averaged_and_losses_added():
     assert run.samples == [5]  # of the loss with most of them: 1 + 2, and 5
 
 
-def test_the_scale_is_the_one_of_loss_id_0():
-    with amp.record() as run:
-        model, optimizer = started(num_losses=2, lr=0.0)
-        for _ in range(2):
-            backward(model(torch.ones(1, 2)).sum() * 2.0**9, optimizer, loss_id=1)
-            backward(model(torch.ones(1, 2)).sum(), optimizer)
-            optimizer.step()
-        assert amp.loss_scale(optimizer, 1).item() == 2.0**8
-    assert run.scale == [1024.0, 1024.0] and run.skipped == [True, True]
-
-
 def test_a_step_of_a_gan_is_one_of_the_optimizer_that_stepped_first():
     with amp.record() as run:
         critic, maker = linear([[1.0, 1.0]]), linear([[2.0]] * 2)
