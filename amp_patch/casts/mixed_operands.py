@@ -18,7 +18,7 @@ from amp_patch.support.tree import cast_floats, tensors
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CASTING = (
     *("lower", "product", "sparse", "einsum", "fused", "rnn"),
-    *("fp32", "norm", "direction", "inexact", "widest", "match_self"),
+    *("fp32", "loss", "norm", "direction", "inexact", "widest", "match_self"),
 )
 # Functions without a rule, whose kernels take a low-precision input, the first argument, with FP32 weights and
 # statistics, but not low-precision weights with FP32 statistics.

@@ -14,6 +14,8 @@ in Apex. The rules:
     rnn         as lower, for fused recurrent networks, whose weights form one buffer.
     fp32        FP16 and BF16 tensors become FP32. For exponentials, logarithms and powers, which overflow soon (exp(12)
                 in FP16), and for sums over many elements (softmax, norms, losses), which lose small addends.
+    loss        as fp32, but autograd saves the low-precision logits, not FP32 copies (lean_loss.py). Also while no
+                casts act: low-precision logits give an FP32 loss.
     norm        as fp32; with `policy.low_precision_norms` the result has the type of an FP16 or BF16 input.
     widest      all floating tensors become the widest floating type among them.
     match_self  for functions that change their first argument in place: the other floating tensors become its type.
@@ -50,10 +52,9 @@ from __future__ import annotations
 from amp_patch.casts.apex_oplists import APEX, split
 
 _LOSSES = """
-    binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss hinge_embedding_loss
-    huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
-    multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
-    triplet_margin_with_distance_loss
+    binary_cross_entropy_with_logits cosine_embedding_loss ctc_loss gaussian_nll_loss hinge_embedding_loss huber_loss
+    kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
+    nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss
 """
 
 _CONVOLUTIONS = "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"
@@ -139,6 +140,7 @@ _NAMES: dict[str, dict[str, str]] = {
             {_LOSSES} gumbel_softmax interpolate linear_cross_entropy local_response_norm log_softmax pairwise_distance
             pdist softmax softmin softplus
         """,
+        "loss": "cross_entropy",
         "norm": "group_norm layer_norm rms_norm",
         "widest": "bilinear embedding_bag grid_sample",
         "direction": "cosine_similarity normalize",

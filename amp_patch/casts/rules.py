@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import low_bit
+from amp_patch.casts import lean_loss, low_bit
 from amp_patch.casts.in_fp32 import Alone, cross_entropy_alone, direction, direction_alone, inexact_alone, rnn_alone
 from amp_patch.casts.saturated import look
 from amp_patch.casts.state import cast_weight, is_plain_eager, outside
-from amp_patch.casts.thread_state import is_enabled, set_enabled
+from amp_patch.casts.thread_state import is_enabled, set_enabled, this_thread
 from amp_patch.casts.upcast import Upcast, rounded
 from amp_patch.support import flat_rnn
 from amp_patch.support.tree import map_tensors, tensors
@@ -192,12 +192,26 @@ def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Polic
     return rnn_alone(function, cast, _cast_kwargs(kwargs, _lowered, policy.dtype))
 
 
-def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy | None) -> Any:
     if kwargs:
         if kwargs.get("dtype") is not None:  # an explicit type is the user's choice, as under torch.autocast
             return function(*args, **kwargs)
         kwargs = _cast_kwargs(kwargs, _raised, _FLOAT32)
     return function(*_cast_args(args, _raised, _FLOAT32), **kwargs)
+
+
+def _loss(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy | None = None) -> Any:
+    loss = None if is_dynamo_compiling() else lean_loss.cross_entropy(args, kwargs)
+    return _fp32(function, args, kwargs, policy) if loss is None else loss
+
+
+def _loss_alone(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    # In a torch.autocast, and in regions without casts, user code has chosen the type.
+    is_chosen = torch._C._is_any_autocast_enabled()
+    if not is_dynamo_compiling() and this_thread.stack:
+        policy = this_thread.stack[-1].region.policy
+        is_chosen |= bool(this_thread.uncastable_entries) or policy is None or not policy.makes_low_tensors
+    return function(*args, **kwargs) if is_chosen else _loss(function, args, kwargs)
 
 
 def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -411,6 +425,7 @@ _TABLE = (
     Rule("fused", _lower, shown="lower"),
     Rule("rnn", _rnn, shown="lower (rnn)", registered_by=_HALF, alone=rnn_alone),
     Rule("fp32", _fp32, shown="fp32", in_cpp=True),
+    Rule("loss", _loss, shown="fp32", alone=_loss_alone),
     Rule("norm", _norm, shown="fp32", in_cpp=True),
     Rule("sigmoid", _sigmoid, shown="fp32 (sigmoid)", in_cpp=True),
     Rule("direction", _direction, shown="fp32", alone=direction_alone),

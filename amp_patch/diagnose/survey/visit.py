@@ -23,8 +23,13 @@ from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import eagerly, in_backward
 from amp_patch.support.tree import batch_tensors, map_tensors, tensors
 
-_RAISING = ("fp32", "norm", "direction", "inexact")
-_SERVED = ("direction", "inexact", "banned")  # rules of functions that run in FP32 in cast models too, or are refused
+_RAISING = ("fp32", "loss", "norm", "direction", "inexact")
+_SERVED = (
+    "direction",
+    "inexact",
+    "loss",
+    "banned",
+)  # rules of functions that run in FP32 in cast models too, or are refused
 _CONVERTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
 _SAME_NUMBERS = (*_CONVERTS, "clamp", "clamp_min", "clamp_max", "clone", "contiguous")
 _OF_FIRST = ("batch_norm", "instance_norm", "view_as", "reshape_as", "expand_as")  # return the type of their input

@@ -1,0 +1,249 @@
+"""`cross_entropy` of FP16 and BF16 logits, in FP32 and without FP32 copies of the logits.
+
+The logits are the largest tensor of a language model's step. Here each block of rows becomes FP32, gives its part of
+the loss, and is dropped. Autograd saves the logits as they came, and backward computes the blocks again. Loss and
+gradient are those of `cross_entropy(logits.float())` to the bit: each block is computed by torch's own kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.overrides import _get_current_function_mode_stack
+
+from amp_patch.casts.state import is_plain_eager
+from amp_patch.policy import LOW_PRECISION
+
+SMALLEST = 2**17  # elements; for smaller logits the blocks cost more time than the copies
+BLOCK = 2**18  # elements of a block, for each thread of a CPU
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_IGNORED = -100
+_nll_loss: Any = torch.ops.aten.nll_loss_nd
+_FLOATS = (torch.float32, *LOW_PRECISION)
+_Part = tuple[slice, ...]
+
+
+class _Call(NamedTuple):
+    """The arguments of `torch.nn.functional.cross_entropy`."""
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = None
+    ignore_index: int = -100
+    reduce: bool | None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+
+def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the FP32 `cross_entropy(*args, **kwargs)` of low-precision logits; None for a call that is not served."""
+    try:
+        call = _Call(*args, **kwargs)
+    except TypeError:
+        return None
+    logits = call.input
+    if not (_is_plain(logits) and logits.dtype in LOW_PRECISION and logits.numel() >= SMALLEST and _serves(call)):
+        return None
+    weight = None if call.weight is None else call.weight.float()
+    target = call.target
+    if logits.dim() > 3:
+        logits = logits.flatten(2)
+        target = target.flatten(2 if target.is_floating_point() else 1)
+    terms = _Terms.apply(logits, target, weight, call.ignore_index, float(call.label_smoothing))
+    reduce = _reduced_probabilities if target.is_floating_point() else _reduced_classes
+    loss = reduce(terms, target, weight, call, logits.shape[1])
+    return loss.reshape(call.input[:, 0].shape) if call.reduction == "none" else loss
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _serves(call: _Call) -> bool:
+    """Tell whether the blocks know this call on low-precision logits. All others take torch's way, with its errors."""
+    logits, target, weight = call.input, call.target, call.weight
+    if not is_plain_eager() or unpack_dual(logits).tangent is not None:
+        return False
+    # A mode that user code has entered must see the call. That of `torch.set_default_device` need not.
+    if any(type(mode).__module__ != "torch.utils._device" for mode in _get_current_function_mode_stack()):
+        return False
+    if logits.dim() < 2 or logits.device.type not in ("cpu", "cuda") or not _is_plain(target):
+        return False
+    if call.size_average is not None or call.reduce is not None or call.reduction not in _REDUCTIONS:
+        return False
+    given = [target]
+    if weight is not None:
+        if not _is_plain(weight) or weight.shape != logits.shape[1:2] or weight.dtype not in _FLOATS:
+            return False
+        given.append(weight)
+    if any(tensor.requires_grad or tensor.device != logits.device for tensor in given):
+        return False
+    if not 0 <= call.label_smoothing <= 1:
+        return False
+    if target.shape == logits.shape:
+        return target.dtype in _FLOATS and call.ignore_index < 0
+    classes = logits.shape[1]
+    if target.dtype is not torch.int64 or target.shape != logits.shape[:1] + logits.shape[2:]:
+        return False
+    # On a GPU torch's kernel asserts this, and a look from here would wait for the device.
+    outside = (target < 0) | (target >= classes) if logits.device.type == "cpu" else None
+    return outside is None or not (outside & (target != call.ignore_index)).any()
+
+
+class _Terms(torch.autograd.Function):
+    """The FP32 terms that a loss sums: one or two for each row; for probabilities one for each logit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(logits, target, weight)
+        ctx.ignored, ctx.smoothing = ignored, smoothing
+        count = 2 if smoothing > 0 and not target.is_floating_point() else 1
+        results = tuple(torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(count))
+        for part in _parts(logits, smoothing):
+            terms = _terms(_logarithms(logits[part]), _of(target, part), weight, ignored, smoothing)
+            for result, term in zip(results, terms, strict=True):
+                _of(result, part).copy_(term)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, weight = ctx.saved_tensors
+        is_batched = any("Batched" in str(torch._C._dispatch_keys(grad)) for grad in grads)
+        is_plain = not (is_batched or torch.is_grad_enabled())
+
+        def gradient(part: _Part) -> Tensor:
+            logarithms = _logarithms(_of(logits, part))
+            own = [_of(grad, part) for grad in grads]
+            spread = _spread(own, logarithms, _of(target, part), weight, ctx.ignored, ctx.smoothing, is_plain)
+            return torch.ops.aten._log_softmax_backward_data(spread, logarithms, 1, torch.float32)
+
+        if not is_plain:  # for second derivatives, and batched gradients
+            return gradient(()).to(logits.dtype), None, None, None, None
+        result = torch.empty_like(logits)
+        for part in _parts(logits, ctx.smoothing):
+            result[part].copy_(gradient(part))
+        return result, None, None, None, None
+
+
+def _parts(logits: Tensor, smoothing: float) -> Iterator[_Part]:
+    """Yield the indices of the blocks of `logits`, [N, C] or [N, C, R].
+
+    A block has two rows or more: torch adds up a result of one element in another order, on several threads. For the
+    same reason, blocks of [N, C, R] under label smoothing have a row for each thread. The blocks of R begin at
+    multiples of 64, because torch's kernels treat the elements after the last whole vector in another way.
+    """
+    count, classes, *inner = logits.shape
+    threads = torch.get_num_threads() if logits.device.type == "cpu" else 64
+    width = inner[0] if inner else 1
+    rows = max(BLOCK * threads // (classes * width), 1 if inner else 2, threads if inner and smoothing > 0 else 1)
+    blocks = max(count // rows, 1)
+    columns = max(BLOCK * threads // classes // 64 * 64, 64) if rows == 1 else width
+    starts = range(0, max(width // columns, 1) * columns, columns)
+    for block in range(blocks):
+        some = slice(count * block // blocks, count * (block + 1) // blocks)
+        if len(starts) == 1:
+            yield (some,)
+            continue
+        for start in starts:
+            yield some, slice(None), slice(start, width if start == starts[-1] else start + columns)
+
+
+def _of(tensor: Tensor, part: _Part) -> Tensor:
+    """Return the block `part` of the logits in `tensor`, which has no dimension of classes if it has one less."""
+    if len(part) == 3 and tensor.dim() == 2:
+        return tensor[part[0], part[2]]
+    return tensor[part] if part else tensor
+
+
+def _logarithms(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits.float(), 1)
+
+
+def _by_class(weight: Tensor, logarithms: Tensor) -> Tensor:
+    return weight.view(-1, *[1] * (logarithms.dim() - 2))
+
+
+def _smoothed(target: Tensor, smoothing: float) -> Tensor:
+    target = target.float()
+    return target * (1 - smoothing) + smoothing / target.shape[1] if smoothing > 0 else target
+
+
+def _terms(
+    logarithms: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
+) -> tuple[Tensor, ...]:
+    if target.is_floating_point():
+        terms = logarithms * _smoothed(target, smoothing)
+        return (terms if weight is None else terms * _by_class(weight, logarithms),)
+    losses = _nll_loss(logarithms, target, weight, 0, ignored)
+    if smoothing <= 0:
+        return (losses,)
+    return losses, -(logarithms if weight is None else logarithms * _by_class(weight, logarithms)).sum(1)
+
+
+def _spread(
+    grads: list[Tensor],
+    logarithms: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignored: int,
+    smoothing: float,
+    in_place: bool,
+) -> Tensor:
+    """Return the gradient of `logarithms` for `grads`, those of `_terms`."""
+    if target.is_floating_point():
+        grad = grads[0] if weight is None else grads[0] * _by_class(weight, logarithms)
+        return grad * _smoothed(target, smoothing)
+    is_ignored = target == ignored
+    place = target.masked_fill(is_ignored, 0)
+    grad = -grads[0] if weight is None else -grads[0] * weight[place]
+    grad, place = grad.masked_fill(is_ignored, 0.0).unsqueeze(1), place.unsqueeze(1)
+    if smoothing > 0:
+        smooth = -grads[1].unsqueeze(1)
+        spread = smooth.expand_as(logarithms).clone() if weight is None else smooth * _by_class(weight, logarithms)
+        grad = grad + spread.gather(1, place)
+    else:
+        spread = torch.zeros_like(logarithms)
+    return spread.scatter_(1, place, grad) if in_place else spread.scatter(1, place, grad)
+
+
+def _reduced_probabilities(
+    terms: tuple[Tensor, ...], target: Tensor, weight: Tensor | None, call: _Call, classes: int
+) -> Tensor:
+    if call.reduction == "none":
+        return -terms[0].sum(1)
+    loss = -terms[0].sum()
+    return loss / (target.numel() // classes) if call.reduction == "mean" else loss
+
+
+def _reduced_classes(
+    terms: tuple[Tensor, ...], target: Tensor, weight: Tensor | None, call: _Call, classes: int
+) -> Tensor:
+    """Reduce the terms as torch does. Its kernel adds them up as the losses of one class, in its own order."""
+    is_ignored = target == call.ignore_index
+    loss, *rest = terms
+    if call.reduction != "none":
+        places = torch.zeros_like(target).masked_fill_(is_ignored, _IGNORED)
+        is_mean = call.reduction == "mean"
+
+        def added(values: Tensor, reduction: int) -> Tensor:
+            return _nll_loss(-values.unsqueeze(1), places, None, reduction, _IGNORED)
+
+        loss = added(loss, 1 if is_mean and weight is None else 2)
+        if is_mean and weight is not None:
+            loss = loss / added(weight[target.masked_fill(is_ignored, 0)], 2)
+    if not rest:
+        return loss
+    smooth = rest[0].masked_fill(is_ignored, 0.0)
+    if call.reduction != "none":
+        smooth = smooth.sum()
+    if call.reduction == "mean":
+        kept = ~is_ignored
+        smooth = smooth / (kept if weight is None else weight[target.masked_select(kept)]).sum()
+    return (1 - call.label_smoothing) * loss + smooth * (call.label_smoothing / classes)
