@@ -63,6 +63,36 @@ MUTATIONS = (
         ("test_scale_loss.py",),
     ),
     Mutation(
+        "keep_fp32: a head's result reaches the model's output in FP32",
+        "to = Tensor.to if running.policy is None else round_result",
+        "to = Tensor.to",
+        ("test_kept_results.py",),
+    ),
+    Mutation(
+        "keep_fp32: a view of a result has its FP32 numbers",
+        "if function in _VIEWS:",
+        "if function in _VIEWS and function is not Tensor.__getitem__:",
+        ("test_kept_results.py",),
+    ),
+    Mutation(
+        "keep_fp32: a write into a rounded result ends its FP32 numbers",
+        "return self.exact if self.state == now else None",
+        "return self.exact",
+        ("test_kept_results.py",),
+    ),
+    Mutation(
+        "keep_fp32: the upcast of a result that user code may write is no second name of it",
+        "copied, shared.given = shared.given or _is_inference(exact), True",
+        "copied = False",
+        ("test_kept_results.py",),
+    ),
+    Mutation(
+        "keep_fp32: autograd saves no FP32 result in the middle of a model",
+        "args, kwargs = tree.map_tensors(plain, (args, kwargs))",
+        "args, kwargs = args, kwargs",
+        ("test_kept_results.py",),
+    ),
+    Mutation(
         "embeddings on a CPU: gradients are summed in FP32",
         "summed(grad.float(), places.to(indices.dtype), len(occurring), -1)",
         "summed(grad, places.to(indices.dtype), len(occurring), -1)",

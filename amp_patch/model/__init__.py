@@ -20,6 +20,7 @@ Files, the first one to read first:
 - `keep_high.py`: choice of the modules whose products stay 16-bit at the levels with FP8 or FP4: by default first
   layer and head
 - `kept_module.py`: the class of modules that stay FP32, which get the model's inputs unrounded
+- `kept_result.py`: their results, which the next layer gets rounded, and the model's caller in FP32
 - `buffers.py`: buffers of a cast model, and their exact FP32 values
 - `ranges.py`: weights and buffers that the type cannot hold
 - `copies.py`: copies and pickles of cast models

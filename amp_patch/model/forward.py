@@ -17,6 +17,7 @@ from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, 
 from amp_patch.model import buffers, incoming, joints
 from amp_patch.model.joints import Call, ForwardGuest
 from amp_patch.model.kept_module import InnerModule, KeptModule, low_precision_of
+from amp_patch.model.kept_result import plain
 from amp_patch.model.of_model import ModelState, followed_policy, running, untouched
 from amp_patch.model.ranges import load_in_range
 from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was_changed
@@ -399,5 +400,7 @@ def cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
         dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
     if isinstance(output, Tensor):  # the common case
         changes = output.dtype.is_floating_point if only is None else output.dtype in only
-        return cast_one(output, dtype) if changes and output.dtype is not dtype else output
-    return tree.cast_floats(output, dtype, only)
+        result = cast_one(output, dtype) if changes and output.dtype is not dtype else output
+    else:
+        result = tree.cast_floats(output, dtype, only)
+    return tree.map_tensors(plain, result) if outer is None and dtype in LOW_PRECISION else result

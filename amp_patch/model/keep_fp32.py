@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 
 from amp_patch.model import buffers
 from amp_patch.policy import Policy
+from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Installation
 from amp_patch.support.words import did_you_mean, of_class
+
+logger = logging.getLogger("amp_patch")
 
 # A rule for modules that stay FP32: a qualified name, a class, a module itself, or a predicate over (name, module).
 KeepFP32 = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
@@ -61,9 +65,26 @@ def kept_modules(
     # Without this, a module that shares a weight with an FP32 module would get inputs of another type than the
     # weight's.
     stays = {p for m in kept for p in m.parameters()}
-    kept |= dict.fromkeys(m for m in modules if not stays.isdisjoint(m._parameters.values()))
+    tied = [m for m in modules if not stays.isdisjoint(m._parameters.values())]
+    if policy.cast_model_type is not None:
+        _tell_of_tied(models, {m for outer in kept for m in outer.modules()}, tied, caller)
+    kept |= dict.fromkeys(tied)
     inner = {child for m in kept if has_forward(m) for child in m.modules() if child is not m}
     return [m for m in kept if m not in inner]
+
+
+def _tell_of_tied(models: list[nn.Module], kept: set[nn.Module], tied: list[nn.Module], caller: str) -> None:
+    """Log the modules of `tied` outside of `kept`, which stay FP32 for a weight that they share."""
+    more = {m for m in tied if m not in kept}
+    if more and is_first_rank():
+        names = [name for model in models for name, m in model.named_modules() if m in more]
+        size = sum(p.numel() for p in {p for m in more for p in m._parameters.values() if p is not None})
+        logger.info(
+            "%s: %s stay FP32 too, %d bytes: they share a weight with a module that stays FP32",
+            caller,
+            ", ".join(map(repr, names)),
+            4 * size,
+        )
 
 
 def with_mixed_types(policy: Policy, rules: Any, kept: Iterable[nn.Module]) -> Policy:

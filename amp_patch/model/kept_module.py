@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.casts import regions
 from amp_patch.model.joints import Call, Entry, FirstCalls
 from amp_patch.model.keep_fp32 import forbid_fast_path, is_batch_norm
+from amp_patch.model.kept_result import round_result
 from amp_patch.model.of_model import ModelState, followed_policy, running
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 from amp_patch.support import fsdp, generated_class, tree
@@ -58,7 +59,8 @@ class KeptModule(InnerModule):
             disables_torch_autocast = policy.patch_torch_functions or policy.cast_model_type is not None
             with regions.region(_NO_CASTS, disables_torch_autocast):
                 output = forward(self, *args, **kwargs)
-            return output if came is None else tree.cast_floats(output, came, (torch.float32,))
+            to = Tensor.to if running.policy is None else round_result
+            return output if came is None else tree.cast_floats(output, came, (torch.float32,), to)
 
         return {"forward": kept}
 

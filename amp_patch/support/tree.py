@@ -44,11 +44,16 @@ def tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def cast_floats(value: Any, dtype: torch.dtype, only: Collection[torch.dtype] | None = None) -> Any:
+def cast_floats(
+    value: Any,
+    dtype: torch.dtype,
+    only: Collection[torch.dtype] | None = None,
+    to: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+) -> Any:
     """Cast the floating-point tensors in `value` to `dtype`, through autograd; `map_tensors` defines the walk.
 
     Integer, boolean and complex tensors are left alone. If `only` is given, so are floating-point tensors of other
-    dtypes. A tensor that occurs twice is cast once, and both places reference the result.
+    dtypes. A tensor that occurs twice is cast once, and both places reference the result. `to` casts a tensor.
 
     An object with a method `.to` that is no container, tensor or module (a user's batch class) is replaced by
     `object.to(dtype)`, as in Apex. If that raises TypeError, or if an object of a user's class holds tensors in
@@ -59,7 +64,7 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Collection[torch.dtype] | 
         found = value.dtype
         if found is dtype or not found.is_floating_point or (only is not None and found not in only):
             return value
-        return value.to(dtype)
+        return to(value, dtype)
     done: dict[int, Tensor] = {}  # keyed by id: `value` keeps the tensors alive
 
     def cast(tensor: Tensor) -> Tensor:
@@ -67,9 +72,9 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Collection[torch.dtype] | 
         if found is dtype or not found.is_floating_point or (only is not None and found not in only):
             return tensor
         if is_dynamo_compiling():  # `id` would guard on this very tensor object
-            return tensor.to(dtype)
+            return to(tensor, dtype)
         if id(tensor) not in done:
-            done[id(tensor)] = tensor.to(dtype)
+            done[id(tensor)] = to(tensor, dtype)
         return done[id(tensor)]
 
     def converted(other: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 
 import pytest
@@ -125,6 +126,16 @@ def test_shared_weights_stay_shared(level, kept):
     twin = Tied()
     twin.load_state_dict(model.state_dict())
     assert torch.equal(twin.embed.weight, model.state_dict()["out.weight"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_module_that_stays_fp32_for_a_shared_weight_is_told_of_once_with_its_bytes(level, caplog):
+    with caplog.at_level(logging.INFO, "amp_patch"):
+        amp.initialize(Tied(), opt_level=level, keep_fp32="out")
+        amp.initialize(nn.Sequential(nn.Linear(3, 3)), opt_level=level, keep_fp32="0")
+    told = [message for message in caplog.messages if "stay FP32 too" in message]
+    assert len(told) == (level != "O1")
+    assert all("'embed'" in message and "'out'" not in message and f"{4 * 4 * 3} bytes" in message for message in told)
 
 
 @pytest.mark.parametrize("level", LEVELS)
