@@ -66,25 +66,15 @@ def kept_modules(
     # weight's.
     stays = {p for m in kept for p in m.parameters()}
     tied = [m for m in modules if not stays.isdisjoint(m._parameters.values())]
-    if policy.cast_model_type is not None:
-        _tell_of_tied(models, {m for outer in kept for m in outer.modules()}, tied, caller)
+    more = set(tied).difference(*(m.modules() for m in kept))
+    if more and policy.cast_model_type is not None and is_first_rank():
+        names = [name for model in models for name, m in model.named_modules() if m in more]
+        size = 4 * sum(p.numel() for p in {p for m in more for p in m._parameters.values() if p is not None})
+        said = "%s: %s stay FP32 too, %d bytes: they share a weight with a module that stays FP32"
+        logger.info(said, caller, ", ".join(map(repr, names)), size)
     kept |= dict.fromkeys(tied)
     inner = {child for m in kept if has_forward(m) for child in m.modules() if child is not m}
     return [m for m in kept if m not in inner]
-
-
-def _tell_of_tied(models: list[nn.Module], kept: set[nn.Module], tied: list[nn.Module], caller: str) -> None:
-    """Log the modules of `tied` outside of `kept`, which stay FP32 for a weight that they share."""
-    more = {m for m in tied if m not in kept}
-    if more and is_first_rank():
-        names = [name for model in models for name, m in model.named_modules() if m in more]
-        size = sum(p.numel() for p in {p for m in more for p in m._parameters.values() if p is not None})
-        logger.info(
-            "%s: %s stay FP32 too, %d bytes: they share a weight with a module that stays FP32",
-            caller,
-            ", ".join(map(repr, names)),
-            4 * size,
-        )
 
 
 def with_mixed_types(policy: Policy, rules: Any, kept: Iterable[nn.Module]) -> Policy:

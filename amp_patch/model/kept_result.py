@@ -11,19 +11,16 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.support import tree
 
 _of: Any = Tensor  # its attributes, as functions
-# Functions that leave each number as it is. In compiled code the list must have all views: a write through another
-# view would not be seen there.
-_VIEWS = {
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in (
-        *("__getitem__", "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim"),
-        *("narrow", "permute", "reshape", "reshape_as", "select", "split", "squeeze", "swapaxes", "swapdims", "t"),
-        *("tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as"),
-    )
-    if hasattr(owner, name)
-} | {_of.T.__get__, _of.mT.__get__}
-_WIDE, _CASTS = {_of.float, _of.double}, {_of.to, _of.type, _of.type_as}
+_VIEWS = """
+    __getitem__ chunk contiguous detach diagonal expand expand_as flatten movedim narrow permute reshape reshape_as
+    select split squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view view_as
+"""
+# Functions that leave each number as it is. In compiled code these must be all views: a write through another view
+# would not be seen there.
+_OF_VIEWS = {getattr(owner, name) for owner in (torch, Tensor) for name in _VIEWS.split() if hasattr(owner, name)}
+_OF_VIEWS |= {_of.T.__get__, _of.mT.__get__}
+# Casts, with the type of those that take none.
+_CASTS = {_of.float: torch.float32, _of.double: torch.float64, _of.to: None, _of.type: None, _of.type_as: None}
 _OF_GRADIENTS = {_of.register_hook, _of.retain_grad, _of.retains_grad.__get__, _of.grad.__get__}
 _NODE = _of.grad_fn.__get__
 # Functions that change their first argument, by their names: `add_`, `__iadd__`, `__setitem__`; and `data`.
@@ -76,13 +73,13 @@ class KeptResult(Tensor):
         if first is None or exact is None:
             return function(*args, **kwargs)
         shared, rest = first.shared, args[1:]
-        if function in _VIEWS:
+        if function in _OF_VIEWS:
             wide, low = function(exact, *rest, **kwargs), function(*args, **kwargs)
             if isinstance(wide, Tensor):
                 return _join(wide, low, shared)
             return tuple([_join(*pair, shared) for pair in zip(wide, low, strict=True)])
-        if function in _WIDE or (function in _CASTS and any(_is_wide(value) for value in (*rest, *kwargs.values()))):
-            copied, shared.given = shared.given or _is_inference(exact), True
+        if function in _CASTS and any(_is_wide(value) for value in (_CASTS[function], *rest, *kwargs.values())):
+            copied, shared.given = shared.given, True
             return function(exact.clone() if copied else exact, *rest, **kwargs)
         if function in _OF_GRADIENTS:
             return function(exact, *rest, **kwargs)
@@ -95,7 +92,7 @@ class KeptResult(Tensor):
             return None
         if is_dynamo_compiling():
             return self.exact
-        now = _version_of(self.exact), self.plain._version, _node_of(self)
+        now = self.exact._version, self.plain._version, _node_of(self)
         self.state = self.state or now  # compiled code has made it without
         return self.exact if self.state == now else None
 
@@ -111,10 +108,10 @@ def round_result(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `exact`, a result of a module that stays FP32, rounded to `dtype`."""
     if type(exact) is not Tensor or (is_dynamo_compiling() and not TRACED):
         return exact.to(dtype)
-    if not _is_inference(exact):
+    if is_dynamo_compiling() or not exact.is_inference():
         return _join(exact, exact.to(dtype), _Shared())
-    with torch.inference_mode(False), torch.no_grad():  # the rounded tensor counts writes
-        return _join(exact, exact.to(dtype), _Shared())
+    with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count writes
+        return _join(exact.clone(), exact.to(dtype), _Shared())
 
 
 def plain(x: Tensor) -> Tensor:
@@ -126,21 +123,13 @@ def _join(exact: Tensor, low: Tensor, shared: _Shared) -> KeptResult:
     result = low.as_subclass(KeptResult)
     result.exact, result.plain, result.shared = exact, low, shared
     if not is_dynamo_compiling():
-        result.state = _version_of(exact), low._version, _node_of(result)
+        result.state = exact._version, low._version, _node_of(result)
     return result
 
 
 def _is_wide(value: Any) -> bool:
     """Tell whether `value`, an argument of a cast, is a type of more precision or a tensor of one."""
     return getattr(value, "dtype", value) in (torch.float32, torch.float64)
-
-
-def _is_inference(x: Tensor) -> bool:
-    return not is_dynamo_compiling() and x.is_inference()
-
-
-def _version_of(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _node_of(x: Tensor) -> Any:
