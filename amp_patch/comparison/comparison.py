@@ -9,16 +9,23 @@ from typing import Any
 
 from amp_patch.comparison import lost_without_masters, measures, named_lines
 from amp_patch.comparison.gap import CONFIDENCE
-from amp_patch.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, Terms, judge
-from amp_patch.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
+from amp_patch.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
+from amp_patch.comparison.level_result import (
+    LevelResult,
+    level_dict,
+    measured,
+    seeds_change_nothing,
+    stopped_runs,
+    went_well,
+)
 from amp_patch.comparison.measures import ALIKE, LOSS
 from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SEEDS
 from amp_patch.comparison.recommendation import Recommendation, recommend, summary
+from amp_patch.comparison.unjudged import Terms
 from amp_patch.comparison.verdict import failures_in_words, verdict
 from amp_patch.diagnose.recording.run import INTERRUPTED, NATIVE, Run, check_types
 from amp_patch.diagnose.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
-_MOST_TO_TELL = 20  # the most seeds that an advised command asks for
 # Fields of a Comparison beside its runs, as its report has them; the second are missing in old reports.
 _GIVEN = ("title", "metric", "maximize", "asked_steps", "machine")
 _GIVEN_LATER = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey")
@@ -36,7 +43,7 @@ class Comparison:
         title: the name of the script or function that was trained.
         runs: the runs, in the order of the levels that were asked for.
         metric: "loss", or a name given to `amp.log`.
-        maximize: whether more of the metric is better.
+        maximize: whether more of the metric is better; True for a loss that the script's optimizer maximizes.
         asked_steps: the number of steps that the caller asked of each run; None if the script decided.
         machine: the hardware and versions, as `machine()` returns them.
         again: the shell arguments of the `compare` that made the comparison, without levels and seeds; "" if no
@@ -67,6 +74,8 @@ class Comparison:
     survey: named_lines.Survey | None = None
 
     def __post_init__(self) -> None:
+        if self.metric == LOSS and any(run.maximized == "all" for run in self.runs):
+            object.__setattr__(self, "maximize", True)  # the dataclass is frozen
         for level in self._groups:
             twice = [seed for seed in level.seeds if level.seeds.count(seed) > 1]
             if twice:
@@ -85,11 +94,12 @@ class Comparison:
     def steps(self) -> int:
         """The number of steps that all successful runs have in common: losses are compared over these.
 
-        Runs whose last loss is not finite do not shorten it.
+        Runs whose last loss is not finite, and stopped ones, do not shorten it.
         """
         well = [run for run in self.runs if went_well(run)]
-        finite = [run.steps for run in well if run.loss and math.isfinite(run.loss[-1])]
-        return min(finite or [run.steps for run in well], default=0)
+        finite = [run for run in well if run.loss and math.isfinite(run.loss[-1])]
+        whole = [run.steps for run in finite if id(run) not in self._stopped]
+        return min(whole or [run.steps for run in well], default=0)
 
     @cached_property
     def levels(self) -> list[LevelResult]:
@@ -97,7 +107,7 @@ class Comparison:
         crowded = measures.is_crowded(self.runs)
         levels = [measured(level, self._base, crowded) for level in self._groups]
         base = self._same_level(levels, self._base)
-        terms = Terms(self.metric, self.maximize, self.margin)
+        terms = Terms(self.metric, self.maximize, self.margin, self.steps)
         found = [judge(level, base, terms, self.comparable) for level in levels]
         levels = [
             replace(level, finding=each, verdict=verdict(level, base, each, self.metric))
@@ -183,8 +193,7 @@ class Comparison:
     def seeds_to_tell(self) -> int | None:
         """The estimated number of seeds, in all, that would decide the levels that the recommendation depends on.
 
-        None if these levels are decided already, if no number is known for one of them, or if more than
-        `_MOST_TO_TELL` seeds would be needed.
+        None if these levels are decided already, or if no number is known for one of them.
         """
         found = self.recommendation
         if found is None:
@@ -192,7 +201,7 @@ class Comparison:
         so_far = [found.level] if found.level.finding.kind == "so far" else []
         gaps = [level.finding.gap for level in so_far or found.because.get("undecided", [])]
         more = [gap.seeds + gap.more_seeds for gap in gaps if gap is not None and gap.more_seeds is not None]
-        return max(more) if more and len(more) == len(gaps) and max(more) <= _MOST_TO_TELL else None
+        return max(more) if more and len(more) == len(gaps) else None
 
     @property
     def recommended(self) -> LevelResult | None:
@@ -406,9 +415,15 @@ class Comparison:
         for (level, dtype), runs in sorted(keys.items(), key=lambda each: min(order[id(run)] for run in each[1])):
             runs = sorted(runs, key=lambda run: run.seed)
             well = [run for run in runs if went_well(run)]
-            final = [measures.final(run, self.metric, self.steps) for run in well]
-            groups.append(LevelResult(level, dtype, well, [run for run in runs if not went_well(run)], final))
+            stopped = [run.seed for run in well if id(run) in self._stopped]
+            final = [math.nan if r.seed in stopped else measures.final(r, self.metric, self.steps) for r in well]
+            groups.append(LevelResult(level, dtype, well, [run for run in runs if not went_well(run)], final, stopped))
         return groups
+
+    @cached_property
+    def _stopped(self) -> set[int]:
+        """The ids of the stopped runs."""
+        return {*map(id, stopped_runs(self.runs))}
 
     @cached_property
     def _base(self) -> LevelResult | None:

@@ -13,10 +13,13 @@ class Lost(NamedTuple):
     """Runs of a level without a result, all for the same reason.
 
     Attributes:
-        kind: "diverged" (a loss is not finite), "not finite" (a logged metric is not), or "missing" (no value).
-        step: for "diverged", the step of the first loss that is not finite; else None.
+        kind: "stopped" (fewer steps than O0's), "diverged" (a loss is not finite), "not finite" (a logged metric is
+            not), or "missing" (no value).
+        step: for "stopped", the number of steps; for "diverged", the step of the first loss that is not finite; else
+            None.
         as_base: whether the baseline's runs with these seeds have no result either.
         eps: the optimizer's eps, if it is 0 in the type of the parameters (`Run.lost_eps`); else None.
+        caught: for "stopped", the line of the log that names an error (`Run.caught`).
         seeds: the seeds of these runs.
     """
 
@@ -24,6 +27,7 @@ class Lost(NamedTuple):
     step: int | None
     as_base: bool
     eps: float | None
+    caught: str
     seeds: list[int]
 
 
@@ -67,8 +71,14 @@ class Finding:
             "alone": there is no other level to compare it with.
         unjudged: why the kind is "unjudged"; "" for other kinds:
             "sum": the loss is a sum over several optimizers, for example a GAN's.
+            "both ways": some parameters maximize the loss, and others minimize it.
             "direction": the baseline's training made the metric worse.
             "around 0": the baseline's loss changes its sign and does not fall, as a policy gradient's.
+            "constant": the baseline's figure is the same at every step.
+            "FP64": the script's weights are FP64, and every loss is the baseline's: the level casts FP32 alone.
+            "length": a run made fewer steps than O0's of its seed, for a reason that is not known.
+            "scale": the skipped steps of the search for a loss scale explain the gap.
+            "rounded": the forward rounds the loss by as much as the gap.
             "too good": the level is better by more than a rounding explains. Its runs may have trained on other
             batches, or have gone on from another run's checkpoint.
         better: whether the level differs on the better side. The test is as strict as that for worse.

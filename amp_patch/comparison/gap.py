@@ -11,7 +11,7 @@ from amp_patch.comparison import measures
 
 CONFIDENCE = 0.95
 _ROUNDING = 1e-12  # a mean difference below this share of the results counts as 0: FP64 rounding can cause it
-_MOST_MORE = 100  # if a gap needs more seeds than this, it is practically at the margin, and no number is named
+MOST_SEEDS = 10  # if a gap needs more seeds than this in all, the results are too noisy, and no number is named
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Gap:
         decorrelated: whether the differences spread as much as the baseline's own results: two runs with the same
             seed then differ as much as two runs with different seeds, so the seeds no longer pair the runs.
         more_seeds: the number of additional seeds with which the interval would decide, if the differences keep their
-            spread; None if the gap is decided, or if `_MOST_MORE` seeds would not be enough.
+            spread; None if the gap is decided, or if `MOST_SEEDS` seeds would not be enough.
     """
 
     level: float
@@ -75,6 +75,12 @@ class Gap:
     def is_loss(self) -> bool:
         """Whether the whole interval is on the worse side of 0; False if there is no interval."""
         return self._least > 0
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the interval decides nothing, and would not with `MOST_SEEDS` seeds."""
+        undecided = self.low is not None and self.told is None and self.more_seeds is None
+        return undecided and (self.seeds >= MOST_SEEDS or not self.is_slight)
 
     def share(self, value: float | None) -> float | None:
         """Return `value` as a share of the baseline's mean; None if that mean is 0."""
@@ -126,12 +132,12 @@ def _more(found: Gap, differences: Sequence[float]) -> int | None:
     """Estimate how many more seeds would make the interval decide, if the differences keep their mean and spread.
 
     It decides if it is so narrow that it excludes the limit next to the mean: `worse_from` if the mean is worse than
-    that, else the margin. None if more than `_MOST_MORE` seeds would be needed.
+    that, else the margin. None if more than `MOST_SEEDS` seeds would be needed in all.
     """
     worse = found.sign * found.mean
     distance = abs(worse - (found.margin if worse <= found.worse_from else found.worse_from))
     spread = measures.spread(differences)
-    for more in range(1, _MOST_MORE + 1):
+    for more in range(1, MOST_SEEDS + 1 - found.seeds):
         if measures.half_width(spread, found.seeds + more, CONFIDENCE) < distance:
             return more
     return None

@@ -28,7 +28,8 @@ def headline(comparison: Comparison) -> str:
 def label(level: LevelResult) -> str:
     """Return "O5 (BF16)"; "O0 (BF16, no masters)" if the script itself makes BF16 weights."""
     what = "the script's own mixed precision" if level.level == NATIVE else level.level
-    return f"{what} ({level.low_weights or type_name(level.dtype or 'float32')})"
+    own = type_name(level.dtype or ("float64" if level.is_fp64 else "float32"))
+    return f"{what} ({level.low_weights or own})"
 
 
 def gains(comparison: Comparison) -> str:
@@ -165,8 +166,9 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:
-    """Return the level's `outcome`. For a rejected level, add why: "diverged", "collapsed" or "worse"."""
+    """Return the level's `outcome`. For a rejected level, add why: "stopped", "diverged", "collapsed" or "worse"."""
     what = "diverged" if level.finding.diverged else "collapsed" if level.finding.collapsed else "worse"
+    what = "stopped" if level.stopped else what
     return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
-from typing import NamedTuple
 
-from amp_patch.comparison import measures
+from amp_patch.comparison import measures, unjudged
 from amp_patch.comparison.finding import Collapse, Finding, Lost, Skips
 from amp_patch.comparison.gap import Gap, gap
-from amp_patch.comparison.level_result import LevelResult, same_losses, seeds_change_nothing
+from amp_patch.comparison.level_result import LevelResult, has_no_spread, same_losses
 from amp_patch.comparison.measures import LOSS
-from amp_patch.diagnose.recording.run import INTERRUPTED, Run
+from amp_patch.comparison.unjudged import BY_LOGGED_ONCE, CURVE, Terms, gained
+from amp_patch.diagnose.recording.run import INTERRUPTED
 
 SIGNIFICANCE = 0.05
 # A level is not recommended if a run skipped more than half of its steps, or more than this share of them and more than
@@ -26,28 +26,6 @@ SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
 # results that are all drawn from one normal distribution, that happens in a few of 1000 comparisons if the training
 # improves nothing, and in none if it improves much.
 COLLAPSED_RANGES, COLLAPSED_SHARE = 10, 0.5
-# If a metric is logged once, its value at the start of the training is unknown. This share of the baseline's mean then
-# replaces COLLAPSED_SHARE of the improvement.
-_COLLAPSED_BY = 0.1
-# A level is too good if all of its runs are better than the baseline's best seed by more than TOO_GOOD_RANGES times
-# the range of the baseline's seeds, and by more than TOO_GOOD_SHARE of the improvement over the baseline's training and
-# of the baseline's result. With one seed, which has no range, by more than COLLAPSED_SHARE of the improvement.
-TOO_GOOD_RANGES, TOO_GOOD_SHARE = 3, 0.1
-_LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "nll", "mse", "mae", "fid")  # parts of metrics' names
-_CURVE = 10  # with one seed, a baseline with fewer losses than this gives no bound beyond which a run has collapsed
-
-
-class Terms(NamedTuple):
-    """The attributes of a `Comparison` that `judge` needs to test a level."""
-
-    metric: str
-    maximize: bool
-    margin: float
-
-    @property
-    def sign(self) -> int:
-        """1 if more of the metric is worse, -1 if less is."""
-        return -1 if self.maximize else 1
 
 
 def judge(level: LevelResult, base: LevelResult | None, terms: Terms, comparable: bool) -> Finding:
@@ -75,37 +53,39 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
     if not seeds:
         return replace(found, kind="differs" if found.diverged else "undecided")
     ours, theirs = [level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds]
-    metric, sign = terms.metric, terms.sign
-    sums = metric == LOSS and any(run.objectives > 1 for run in (*level.runs, *base.runs))
+    metric, sign, why = terms.metric, terms.sign, unjudged.by_figures(level, base, terms)
+    sums = why in ("sum", "both ways")
     apart = gap(
         ours,
         theirs,
         sign=sign,
         margin=terms.margin,
-        gained=0.0 if sums else max(0.0, _gained(base, metric, sign) or 0.0),
+        gained=0.0 if sums else max(0.0, gained(base, metric, sign) or 0.0),
         has_spread=not sums and not has_no_spread(base),
     )
     p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
     found = replace(found, gap=apart, p=p)
-    wrong_way = _worsened(base, metric, sign)
-    if not (sums or wrong_way):
+    if why not in ("sum", "both ways", "direction", "constant"):
         found = replace(found, collapsed=_collapsed(level, base, metric, sign))
     if found.diverged or found.collapsed:
         return replace(found, kind="differs")
-    of_seed = {run.seed: run for run in base.runs}
-    if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
-        return replace(found, kind="within", to_the_bit=True)
-    why = "sum" if sums else "direction" if wrong_way else "around 0" if metric == LOSS and _around_0(base) else ""
-    if why or _too_good(level, base, metric, sign):
-        return replace(found, kind="unjudged", unjudged=why or "too good")
+    pairs = [pair for pair in unjudged.pairs_of(level, base) if pair[0].seed in seeds]
+    if why != "constant" and ours == theirs and all(same_losses(*pair) for pair in pairs):
+        why, found = unjudged.FP64 * base.is_fp64, replace(found, kind="within", to_the_bit=True)
+    elif not why and unjudged.is_too_good(level, base, metric, sign):
+        why = "too good"
+    if why or found.to_the_bit:
+        return replace(found, kind="unjudged" if why else "within", unjudged=why)
     rounding = max(measures.loss_step(each, apart.level) for each in (level.runs, base.runs)) if metric == LOSS else 0.0
     if rounding and abs(apart.mean) <= rounding:
         found = replace(found, kind="within", rounding=rounding)
     if has_no_spread(base):
-        return replace(found, kind="undecided")
-    if found.rounding is not None:
-        return found
-    return _by_gap(found, apart, base)
+        found = replace(found, kind="undecided")
+    elif found.rounding is None:
+        found = _by_gap(found, apart, base)
+    if found.rounding is None and found.skips is None and (found.better or not found.usable):
+        why = unjudged.by_gap(apart, level, base, terms)
+    return replace(found, kind="unjudged", better=False, unjudged=why) if why else found
 
 
 def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
@@ -127,11 +107,6 @@ def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
     return replace(found, kind="no worse" if better and found.p is not None else "undecided")
 
 
-def has_no_spread(base: LevelResult) -> bool:
-    """Return whether the baseline does not show how far chance moves a result: it has one seed, or equal results."""
-    return len(base.finite) < 2 or seeds_change_nothing(base)
-
-
 def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) -> Collapse | None:
     """Find the runs of a level whose results are finite, but worse than chance or rounding explains.
 
@@ -146,11 +121,11 @@ def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) ->
     elif of_seeds:
         figures = [sign * figure for figure in base.finite.values()]
         worst, width = max(figures), max(figures) - min(figures)
-        gained = _gained(base, metric, sign)
-        if gained is not None:
-            lost = COLLAPSED_SHARE * max(0.0, gained)
+        improved = gained(base, metric, sign)
+        if improved is not None:
+            lost = COLLAPSED_SHARE * max(0.0, improved)
         else:
-            lost = _COLLAPSED_BY * abs(statistics.mean(figures))
+            lost = BY_LOGGED_ONCE * abs(statistics.mean(figures))
         by = max(COLLAPSED_RANGES * width, lost)
         bound = worst + by if by > 0 else None
     if bound is None:
@@ -159,88 +134,31 @@ def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) ->
     return Collapse([*beyond], [*beyond.values()], of_seeds) if beyond else None
 
 
-def _gained(base: LevelResult, metric: str, sign: int) -> float | None:
-    """Return how much better the metric was at the end of the baseline's training than at its start.
-
-    The start is the median over the seeds, the end the result of the worst seed. Negative if the training made the
-    metric worse. None if the metric at the start is unknown for all runs.
-    """
-    starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
-    known = [sign * value for start in starts for value in start if math.isfinite(value)]
-    return statistics.median(known) - max(sign * figure for figure in base.finite.values()) if known else None
-
-
-def _worsened(base: LevelResult, metric: str, sign: int) -> bool:
-    """Return whether the baseline's training made a logged metric worse, in all seeds by more than these lie apart.
-
-    The metric then has the other direction, as an accuracy without `--maximize`. False if its name says that it has the
-    direction asked for: a held-out loss may rise because the baseline overfits.
-    """
-    if metric == LOSS or any(word in metric.lower() for word in _LESS_IS_BETTER) is (sign == 1):
-        return False
-    gained = _gained(base, metric, sign)
-    width = max(base.finite.values()) - min(base.finite.values())
-    return gained is not None and -gained > max(2 * width, _COLLAPSED_BY * abs(statistics.mean(base.finite.values())))
-
-
-def _around_0(base: LevelResult) -> bool:
-    """Return whether the baseline's loss changes its sign, and falls by less than it varies from step to step."""
-    for run in base.runs:
-        losses = [loss for loss in run.loss if math.isfinite(loss)]
-        half = len(losses) // 2
-        if half < _CURVE or not min(losses) < 0 < max(losses):
-            return False
-        if statistics.mean(losses[:half]) - statistics.mean(losses[half:]) > statistics.pstdev(losses[half:]):
-            return False
-    return True
-
-
-def _too_good(level: LevelResult, base: LevelResult, metric: str, sign: int) -> bool:
-    """Return whether a level is better than rounding or chance explains (`TOO_GOOD_RANGES`).
-
-    False if the baseline trains low-precision weights: masters may then make a level much better.
-    """
-    if base.low_weights:
-        return False
-    figures = [sign * figure for figure in base.finite.values()]
-    mean, gained = abs(statistics.mean(figures)), _gained(base, metric, sign)
-    gained = mean if gained is None or gained <= 0 else gained
-    if has_no_spread(base):
-        by = COLLAPSED_SHARE * gained
-    else:
-        by = max(TOO_GOOD_RANGES * (max(figures) - min(figures)), TOO_GOOD_SHARE * gained)
-    best = min(figures) - max(by, TOO_GOOD_SHARE * mean)
-    return max(sign * figure for figure in level.finite.values()) < best
-
-
 def _bound_of_curve(base: LevelResult, sign: int) -> float | None:
     """Return the loss beyond which a run has collapsed, if the baseline has one seed.
 
     It is the worst loss of any step of the baseline, plus the range from its best to its worst loss. None if the
-    baseline has fewer than `_CURVE` losses, or if all are equal.
+    baseline has fewer than `CURVE` losses, or if all are equal.
     """
     losses = [sign * loss for run in base.runs for loss in run.loss if math.isfinite(loss)]
-    return 2 * max(losses) - min(losses) if len(losses) >= _CURVE and max(losses) > min(losses) else None
-
-
-def _first_logged(run: Run, metric: str) -> list[float]:
-    """Return a list of the first value of the metric that a run logged; an empty list if it logged fewer than two."""
-    values = [value for _, value in run.logged.get(metric, [])]
-    return values[:1] if len(values) > 1 else []
+    return 2 * max(losses) - min(losses) if len(losses) >= CURVE and max(losses) > min(losses) else None
 
 
 def _lost(level: LevelResult, base: LevelResult | None, metric: str) -> list[Lost]:
-    reasons: dict[tuple[str, int | None, bool, float | None], list[int]] = {}
+    reasons: dict[tuple[str, int | None, bool, float | None, str], list[int]] = {}
     for run, figure in zip(level.runs, level.final, strict=True):
         if math.isfinite(figure):
             continue
         step = next((step for step, loss in enumerate(run.loss) if not math.isfinite(loss)), None)
-        if step is None or metric != LOSS:
+        if run.seed in level.stopped:
+            kind, step = "stopped", run.steps
+        elif step is None or metric != LOSS:
             kind, step = ("not finite" if metric != LOSS and metric in run.logged else "missing"), None
         else:
             kind = "diverged"
         as_base = base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite)
-        reasons.setdefault((kind, step, as_base, run.lost_eps), []).append(run.seed)
+        caught = run.caught if kind == "stopped" else ""
+        reasons.setdefault((kind, step, as_base, run.lost_eps, caught), []).append(run.seed)
     return [Lost(*reason, seeds) for reason, seeds in reasons.items()]
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from amp_patch.comparison import measures
 from amp_patch.comparison.finding import Finding, Verdict
 from amp_patch.comparison.measures import Ratio, median
+from amp_patch.comparison.plan import BASELINE
 from amp_patch.diagnose.lost_updates import share_lost
-from amp_patch.diagnose.recording.run import Run
+from amp_patch.diagnose.recording.run import LOW_TYPES, Run
 from amp_patch.diagnose.wording import level_name, listed, type_name
 from amp_patch.policy import OPT_LEVELS
 
@@ -25,7 +26,8 @@ class LevelResult:
         level, dtype: for example "O2" (or "O5+split") and "float16"; the dtype is None at O0.
         runs: the successful runs, sorted by seed.
         failed: the failed runs.
-        final: the result of each of `runs`; NaN if the run diverged or has none.
+        final: the result of each of `runs`; NaN if the run diverged, stopped or has none.
+        stopped: the seeds of `runs` that an error has stopped before O0's number of steps (`stopped_runs`).
         step_ms: milliseconds per step: the median over the runs of each run's median.
         speedup: the baseline's step time over the level's. With one seed, its range is from quartiles of step times.
         activations: bytes that a step saves for its backward: the median over the runs that know them.
@@ -44,6 +46,7 @@ class LevelResult:
     runs: list[Run]
     failed: list[Run]
     final: list[float]
+    stopped: list[int] = field(default_factory=list)
     step_ms: float | None = None
     speedup: Ratio | None = None
     activations: float | None = None
@@ -69,7 +72,12 @@ class LevelResult:
     @property
     def low_weights(self) -> str:
         """ "BF16, no masters" if the script itself made BF16 weights; "" otherwise, and at levels that cast weights."""
-        return next((f"{type_name(run.weights_type)}, no masters" for run in self.runs if run.weights_type), "")
+        return next((f"{type_name(r.weights_type)}, no masters" for r in self.runs if r.weights_type in LOW_TYPES), "")
+
+    @property
+    def is_fp64(self) -> bool:
+        """Whether the script itself made FP64 weights; False at levels that cast weights."""
+        return any(run.weights_type == "float64" for run in self.runs)
 
     @property
     def other_dtype(self) -> str | None:
@@ -175,6 +183,26 @@ def seeds_in_words(seeds: Sequence[int]) -> str:
     return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
 
 
+def stopped_runs(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs that an error has stopped before they made as many steps as O0's run of their seed.
+
+    The script has caught the error. It shows in the log, or as a forward without a step; or all seeds stop, where O0's
+    all make the same number of steps. Otherwise the training may end by itself, by early stopping.
+    """
+    of_level: dict[str, list[Run]] = {}
+    for run in filter(went_well, runs):
+        of_level.setdefault(run.level, []).append(run)
+    whole = {run.seed: run for run in of_level.get(BASELINE, [])}
+    fixed = len(whole) > 1 and len({run.steps for run in whole.values()}) == 1
+    found = []
+    for same in of_level.values():
+        paired = [run for run in same if run.seed in whole and run.loss and math.isfinite(run.loss[-1])]
+        early = [run for run in paired if run.steps < whole[run.seed].steps]
+        each = fixed and len(early) == len(paired)
+        found += [r for r in early if each or r.caught or (r.unfinished and not whole[r.seed].unfinished)]
+    return found
+
+
 def same_losses(run: Run, other: Run) -> bool:
     """Return whether all losses of the two runs are finite and equal to the bit."""
     return bool(run.loss) and run.loss == other.loss and all(map(math.isfinite, run.loss))
@@ -186,6 +214,11 @@ def seeds_change_nothing(base: LevelResult) -> bool:
     False with one run.
     """
     return len(base.runs) > 1 and len(set(base.final)) == 1 and all(same_losses(run, base.runs[0]) for run in base.runs)
+
+
+def has_no_spread(base: LevelResult) -> bool:
+    """Return whether the baseline does not show how far chance moves a result: it has one seed, or equal results."""
+    return len(base.finite) < 2 or seeds_change_nothing(base)
 
 
 def saved_memory(level: LevelResult, base: LevelResult) -> float:

@@ -34,9 +34,11 @@ def ended_badly(level: LevelResult) -> bool:
 def named(survey: Survey | None, level: LevelResult) -> list[Line]:
     """Return the lines that break the level according to the survey. Lines of one place and edit are returned once.
 
-    If no run of the level failed, lines that would be errors are left out: the unedited script was served without them.
+    If no run of the level failed or stopped, lines that would be errors are left out: the unedited script was served
+    without them.
     """
-    lines = [line for line in _lines(survey, level.level, level.dtype) if level.failed or not line.raises]
+    ended = bool(level.failed or level.stopped)
+    lines = [line for line in _lines(survey, level.level, level.dtype) if ended or not line.raises]
     found = {(line.place, line.edit): line for line in reversed(lines)}
     return [*reversed(found.values())]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from amp_patch.diagnose.recording.run import NATIVE, Run
+from amp_patch.diagnose.recording.run import LOW_TYPES, NATIVE, Run
 from amp_patch.diagnose.wording import figure, short
 from amp_patch.environment import DTYPE, KEEP_FP32, KEEP_HIGH, LEVEL, NONE_KEPT, named_level
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
@@ -117,10 +117,10 @@ class Plan:
     def has_masters(self, dtype: str) -> bool:
         """Return whether a level of the plan has FP32 masters for weights of `dtype` ("bfloat16").
 
-        True for "", which means that the script's weights are FP32 and need no such level.
+        True for "" and "float64": such weights need no such level.
         """
         kept = [level for level in self.levels if OPT_LEVELS[named_level(level).level].master_weights]
-        return not dtype or any(self.type_of(level) == dtype for level in kept)
+        return dtype not in LOW_TYPES or any(self.type_of(level) == dtype for level in kept)
 
     def environment(self, run: Run) -> dict[str, str]:
         """Return {environment variable: value} that sets the level and the seed of a run."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from amp_patch.comparison.level_result import LevelResult, saved_memory
 from amp_patch.comparison.measures import Ratio
 from amp_patch.comparison.plan import MIN_GAIN
-from amp_patch.comparison.verdict import UNJUDGED, memory_beside, more_seeds, percent_of
+from amp_patch.comparison.unjudged import in_words
+from amp_patch.comparison.verdict import memory_beside, more_seeds, percent_of
 from amp_patch.diagnose.wording import counted, fine_percent, listed, ratio, relative_size, signed, times
 
 # Standings that recommend a level, the strongest first.
@@ -21,10 +22,10 @@ GAINS = ("better", "faster", "smaller", "a little faster")
 
 # Standing that is no gain -> its phrase in a recommendation of the baseline, in the order of the phrases.
 _OF_OTHERS = {
-    "slower": "{} would do as well",
-    "not clear": "{} would do as well, but may cost more time than it saves memory",
-    "no gain": "{} would do as well, but not faster, nor in much less memory",
-    "not timed": "{} would do as well, but how fast is not known",
+    "slower": "{} {good}",
+    "not clear": "{} {good}, but may cost more time than it saves memory",
+    "no gain": "{} {good}, but not faster, nor in much less memory",
+    "not timed": "{} {good}, but how fast is not known",
     "undecided": "{} cannot be judged yet, {more}",
     "unjudged": "whether {} would do as well its {what} does not say ({unjudged})",
     "no FP32 weights": "{} keeps no FP32 weights, and is for whoever compares it alone",
@@ -32,8 +33,10 @@ _OF_OTHERS = {
     "differs": "do not use {}",
     "failed with some": "{} failed with some seeds",
     "failed": "{} failed",
-    "emulated": "{} would do as well in hardware that has it",
+    "emulated": "{} {good} in hardware that has it",
 }
+# `Finding.kind` of a level -> what it would do. Others are as good.
+_GOOD = {"so far": "may do as well", "no worse": "did no worse"}
 
 
 @dataclass(frozen=True)
@@ -220,16 +223,18 @@ def _may_cost(speed: Ratio | None) -> float:
 
 def of_others(found: Recommendation, base: LevelResult) -> str:
     """Return why the baseline is recommended: the other levels, grouped by their standings, without a full stop."""
-
-    return "; ".join(
-        _OF_OTHERS[why].format(
-            listed([_with_promise(level, base, why, found) for level in levels]),
-            more=more_seeds(base, levels),
-            what=found.what,
-            unjudged="; ".join(dict.fromkeys("; ".join(UNJUDGED.get(level.finding.unjudged, ())) for level in levels)),
-        )
-        for why, levels in found.because.items()
-    )
+    said: dict[str, list[str]] = {}  # a phrase -> the levels that it fits
+    for why, levels in found.because.items():
+        for level in levels:
+            phrase = _OF_OTHERS[why].format(
+                "{}",
+                good=_GOOD.get(level.finding.kind, "would do as well"),
+                more=more_seeds(base, levels),
+                what=found.what,
+                unjudged="; ".join(in_words(level.finding.unjudged, level, base)) if why == "unjudged" else "",
+            )
+            said.setdefault(phrase, []).append(_with_promise(level, base, why, found))
+    return "; ".join(phrase.replace("{}", listed(names), 1) for phrase, names in said.items())
 
 
 def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recommendation) -> str:

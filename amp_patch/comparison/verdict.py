@@ -5,10 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from amp_patch.comparison import unjudged
 from amp_patch.comparison.finding import Collapse, Finding, Lost, Verdict
 from amp_patch.comparison.gap import CONFIDENCE, Gap
-from amp_patch.comparison.judge import COLLAPSED_RANGES, has_no_spread
-from amp_patch.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
+from amp_patch.comparison.judge import COLLAPSED_RANGES
+from amp_patch.comparison.level_result import (
+    LevelResult,
+    failures,
+    has_no_spread,
+    seeds_change_nothing,
+    seeds_in_words,
+)
 from amp_patch.comparison.lost_without_masters import lost_by_weights
 from amp_patch.diagnose.wording import (
     counted,
@@ -24,20 +31,7 @@ from amp_patch.diagnose.wording import (
     whole_percent,
 )
 
-_BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
-# `Finding.unjudged` -> why results are not judged, and the way out.
-UNJUDGED = {
-    "sum": ("a sum of the losses of several optimizers, as a GAN's, tells nothing of quality", _BY_METRIC),
-    "direction": (
-        "the baseline's training made it worse: with --maximize more of it is better, without it less is",
-        "add --maximize, or leave it out",
-    ),
-    "around 0": ("the baseline's loss changes its sign and does not fall, as a policy gradient's", _BY_METRIC),
-    "too good": (
-        "it is better by more than a rounding explains",
-        "look whether all runs train on the same batches, and none goes on from another's checkpoint",
-    ),
-}
+_NOISY = "it cannot be told with results this noisy: take more steps, or a metric"
 
 
 def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
@@ -57,7 +51,8 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         return Verdict(found.kind, lost, reason=lost)
     skips, without = _skips(found), lost_by_weights(found.lost_updates)
     if level is base:
-        as_is = f"the script as it is, {base.low_weights}: " if base.low_weights else ""
+        own_type = base.low_weights or "FP64" * base.is_fp64
+        as_is = f"the script as it is, {own_type}: " if own_type else ""
         own = f"{as_is}{what} {_mean_and_spread(base)}"
         return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, cut))
     collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""
@@ -93,6 +88,8 @@ def more_seeds(base: LevelResult, undecided: Sequence[LevelResult] = ()) -> str:
     if seeds_change_nothing(base):
         return "let the script use the seeds"
     more = [level.finding.gap.more_seeds for level in undecided if level.finding.gap is not None]
+    if any(level.finding.gap is not None and level.finding.gap.is_noisy for level in undecided):
+        return _NOISY
     known = [each for each in more if each is not None]
     if known and len(known) == len(undecided):
         return f"run {counted(max(known), 'more seed')}"
@@ -118,11 +115,11 @@ def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str
     gap = found.gap
     if gap is None:
         return f"no seed of it has a result of {base.name}'s to compare with"
-    if found.to_the_bit:
+    if found.to_the_bit and not found.unjudged:
         return f"{figure} {shortest_distinct(gap.level)[0]}, every loss the same as {base.name}'s, to the bit"
     distance = relative_distance(gap.level, gap.base)
     if found.kind == "unjudged":
-        return f"{figure} {distance} {base.name}'s: {'; '.join(UNJUDGED[found.unjudged])}"
+        return f"{figure} {distance} {base.name}'s: {'; '.join(unjudged.in_words(found.unjudged, level, base))}"
     if has_no_spread(base):
         what = "the seeds change nothing" if len(base.finite) > 1 else "one seed, so without an interval"
         return f"{what}: {figure} {distance} {base.name}'s; {more_seeds(base)} to judge it"
@@ -167,8 +164,10 @@ def _what_it_tells(found: Finding, gap: Gap) -> str:
 
 
 def _more_in_words(gap: Gap) -> str:
-    """Return "4 more seeds would tell", or "run more seeds" if the number is unknown."""
-    return "run more seeds" if gap.more_seeds is None else f"{counted(gap.more_seeds, 'more seed')} would tell"
+    """Return "4 more seeds would tell", or the advice if the number is unknown."""
+    if gap.more_seeds is None:
+        return _NOISY if gap.is_noisy else "run more seeds"
+    return f"{counted(gap.more_seeds, 'more seed')} would tell"
 
 
 def gap_in_words(gap: Gap, base: str) -> str:
@@ -217,6 +216,10 @@ def _collapsed_seeds(collapsed: Collapse, what: str) -> str:
 
 
 def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:
+    if lost.kind == "stopped":
+        of = max((run.steps for run in base.runs if run.seed in lost.seeds), default=0) if base is not None else 0
+        said = f": {lost.caught}" if lost.caught else ", after an error that the script catches"
+        return f"made {lost.step} of {counted(of, 'step')} with {seeds_in_words(lost.seeds)}{said}"
     what = {"diverged": "diverged", "not finite": f"{metric} was not finite", "missing": f"gave no {metric}"}[lost.kind]
     at = "" if lost.step is None else f" at step {lost.step}"
     as_base = f", as {base.name} did" if base is not None and lost.as_base else ""

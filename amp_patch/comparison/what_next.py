@@ -6,7 +6,8 @@ import shlex
 
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.headline import how_to_use
-from amp_patch.comparison.verdict import UNJUDGED, more_seeds
+from amp_patch.comparison.unjudged import in_words
+from amp_patch.comparison.verdict import more_seeds
 from amp_patch.diagnose.recording.run import NATIVE
 
 _OF_SEARCH = ("--dtype", "--steps", "--seed-flag", "--metric", "--maximize", "--margin", "--device")
@@ -33,7 +34,8 @@ def advice(comparison: Comparison) -> str:
     if found.level is not base:
         return "Train with it."
     if "unjudged" in found.because:
-        _, way_out = UNJUDGED[found.because["unjudged"][0].finding.unjudged]
+        level = found.because["unjudged"][0]
+        _, way_out = in_words(level.finding.unjudged, level, base)
         return f"{way_out[0].upper()}{way_out[1:]}."
     if "undecided" in found.because:
         words = more_seeds(base, found.because["undecided"])

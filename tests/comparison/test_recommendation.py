@@ -188,7 +188,7 @@ def test_numbers_show_as_many_digits_as_distinguish_them():
     base = seeds("O0", 1.00001, 1.00003)
     text = judge(base, seeds("O2", 1.00002, 1.00002), margin=1e-9).text
     assert "final loss 1.00002 within the spread of O0's 2 seeds (1.00001 to 1.00003)" in text
-    assert "1000 to 1002" in judge(seeds("O0", 1000.0, 1002.0), seeds("O2", 1001.0, 1001.0), margin=1e-9).text
+    assert "-1002 to -1000" in judge(seeds("O0", -1000.0, -1002.0), seeds("O2", -1001.0, -1001.0), margin=1e-9).text
     assert judge(seeds("O0", 1.0), seeds("O2", 2.5)).text.endswith("final loss 150 % above O0's; " + MORE)
     assert judge(seeds("O0", 0.0), seeds("O2", 0.5)).text.endswith("final loss 0.5 above O0's; " + MORE)
     assert judge(seeds("O0", -2.0), seeds("O2", -3.0)).text.endswith("final loss 50 % below O0's; " + MORE)
@@ -263,9 +263,12 @@ def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
 
 def test_a_summary_advises_a_step_that_was_not_taken():
     base = seeds("O0", 1.0, 1.25, 1.5)
-    assert "O1 FP16 cannot be judged yet, run 12 more seeds." in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
+    assert (
+        "O1 FP16 cannot be judged yet, it cannot be told with results this noisy"
+        in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
+    )
     same = seeds("O0", 1.0, 1.0, 1.0)
     made = compare(same, seeds("O2", 1.5, 1.5, 1.5, ms=5))
     assert made.summary.endswith("cannot be judged yet, let the script use the seeds.")
     unknown = compare(base, seeds("O2", 1.125, 1.25, 1.25, seconds=[math.nan] * 40))
-    assert unknown.summary == "Stay with O0: O2 FP16 would do as well, but how fast is not known."
+    assert unknown.summary == "Stay with O0: O2 FP16 may do as well, but how fast is not known."

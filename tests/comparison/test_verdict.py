@@ -94,7 +94,7 @@ def test_a_better_level_is_usable():
     assert made.summary.startswith("Use O2 FP16: final loss 0.7708, gap to O0 ")
     # More is worse unless asked to maximize.
     turned = replace(made, maximize=True)
-    assert turned.levels[1].verdict.text.startswith("do not use: final loss 0.7708, gap to O0 -0.48 (-38 %")
+    assert turned.levels[1].finding.unjudged == "direction", "the baseline's loss falls"
     assert "higher is better" in turned.test and "lower is better" in made.test
 
 
@@ -105,7 +105,8 @@ def test_a_level_is_undecided_if_the_test_does_not_reject_chance():
     p = 1 - 1 / math.sqrt(3)
     assert "40 % above O0's 1.250" in seen.text and seen.text.endswith(
         f"which may be chance (paired t-test p = {p:.2g}); gap to O0 +0.5 (+40 %, 95 %: -132 to +212 %): the runs have "
-        "decorrelated, it tells no more than the spread; 12 more seeds would tell"
+        "decorrelated, it tells no more than the spread; it cannot be told with results this noisy: take more steps, "
+        "or a metric"
     )
     seen = judge(base, seeds("O2", 1.0, 1.25, 0.0))  # the same, below
     assert (seen.kind, seen.better, seen.usable) == ("no worse", False, True) and "more seeds" not in seen.text

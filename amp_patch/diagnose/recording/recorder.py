@@ -197,7 +197,8 @@ class Recorder(observers.Observer):
         self._looks.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
-        self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
+        sizes = {**self._sizes.bytes, "unfinished": self._clock.step.forward_seen}
+        self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
 
     def close(self, *events: Event) -> None:
         """Send `events` to the sinks, after the "end" event, and close the sinks. Does nothing in a fork."""
@@ -242,7 +243,8 @@ class Recorder(observers.Observer):
                     "level": name_of(begun),
                     "dtype": dtype,
                     "policy": str(begun),
-                    "weights_type": "" if dtype else self._sizes.low_type(),
+                    "weights_type": "" if dtype else self._sizes.other_type(),
+                    "maximized": self._sizes.maximized(),
                     "device": self._device,
                     "lost_eps": self._sizes.lost_eps(),
                 }

@@ -22,8 +22,10 @@ NATIVE = "native"
 
 # Kinds of errors; "" is any other.
 # INTERRUPTED: the user's Ctrl-C, no fault of the level. KILLED: SIGKILL, possibly by the system for lack of
-# memory. EXITED: sys.exit with a status. OVERDUE: `compare` ended it, because a step took far too long.
+# memory. EXITED: sys.exit with a status. OVERDUE: `compare` ended it, because a step took far too long. UNTRAINED: the
+# script ended well, and made no step.
 INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, OVERDUE = "interrupted", "out of memory", "killed", "exited", "overdue"
+UNTRAINED = "untrained"
 
 # Low-precision types, the coarser first -> their significant bits.
 LOW_TYPES = {"bfloat16": 8, "float16": 11}
@@ -81,8 +83,10 @@ class Run:
         seed: the number of the repetition, from 0.
         dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
         policy: the resolved policy in words.
-        weights_type: at O0, the low-precision type of most weights that the script's optimizer steps without masters,
-            for example "bfloat16". "" at other levels, and if most weights are FP32.
+        weights_type: at O0, the type of most weights that the script's optimizer steps, if it is not FP32: "bfloat16"
+            or "float16", which then have no masters, or "float64". "" at other levels, and if most weights are FP32.
+        maximized: "all" if the optimizers maximize the loss (`maximize=True`), "some" if only some of their groups do;
+            else "".
         device: the device of the model's first parameter, "cpu" or "cuda".
         lost_eps: the optimizer's eps (Adam's), if it is 0 in the type of its parameters, so that Adam divides by 0;
             otherwise None.
@@ -92,6 +96,8 @@ class Run:
         log: the path of the file with the run's output; "" if there is none.
         refused: whether the error is that the unedited script cannot be trained at another level.
         native: whether the script uses torch's own mixed precision (torch.autocast, GradScaler).
+        unfinished: whether the recording ended between a forward of the training and the step that was to follow.
+        caught: the line of the log that names an error, if the run made fewer steps than O0's of its seed; else "".
         notes: remarks for the reader of a run without an error, one line each.
         loss: the unscaled loss given to `scale_loss`: its mean over the micro-batches, summed over the loss_ids.
         loss_types: the types of "bfloat16" and "float16" that represent every loss exactly. If there is one, the loss
@@ -125,6 +131,7 @@ class Run:
     dtype: str | None = None
     policy: str = ""
     weights_type: str = ""
+    maximized: str = ""
     device: str = ""
     lost_eps: float | None = None
     error: str | None = None
@@ -133,6 +140,8 @@ class Run:
     log: str = ""
     refused: bool = False
     native: bool = False
+    unfinished: bool = False
+    caught: str = ""
     notes: list[str] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     loss_types: list[str] | None = None

@@ -38,18 +38,23 @@ class Sizes:
         """
         return next((eps for optimizer in self._optimizers() for _, eps, _ in lost_eps(optimizer)), None)
 
-    def low_type(self) -> str:
-        """Return the type that most elements of the optimizers' parameters have, if it is low-precision ("bfloat16").
+    def other_type(self) -> str:
+        """Return the type that most elements of the optimizers' parameters have, if it is not FP32 ("bfloat16").
 
         Otherwise return "".
         """
         counts: dict[str, int] = {}
-        params = [p for each in self._optimizers() for group in each.param_groups for p in group["params"]]
+        params = [p for group in self._groups() for p in group["params"]]
         for param in params:  # not the models' parameters: no optimizer steps a frozen weight
             name = str(param.dtype).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + param.numel()
         most = max(counts, key=lambda name: counts[name], default="")
-        return most if most in LOW_TYPES else ""
+        return most if most in (*LOW_TYPES, "float64") else ""
+
+    def maximized(self) -> str:
+        """Return `Run.maximized`: which groups of the optimizers have `maximize=True`."""
+        found = {bool(group.get("maximize")) for group in self._groups()}
+        return "" if True not in found else "some" if False in found else "all"
 
     def device(self) -> torch.device:
         """Return the device of the first parameter; the CPU if there is none."""
@@ -87,6 +92,9 @@ class Sizes:
     def _optimizers(self) -> list[Any]:
         """Return the trainings' optimizers that still exist and are in no later training."""
         return [optimizer for training in self._trainings for optimizer in training.own_optimizers()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers() for group in optimizer.param_groups]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter, master) for all parameters of the models and the optimizers.

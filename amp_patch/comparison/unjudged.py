@@ -1,0 +1,228 @@
+"""Results that measure no quality: the reasons for which a level is not judged by them, as data and in words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import NamedTuple
+
+from amp_patch.comparison import measures
+from amp_patch.comparison.gap import Gap
+from amp_patch.comparison.level_result import LevelResult, has_no_spread
+from amp_patch.comparison.measures import LOSS
+from amp_patch.diagnose.recording.run import LOW_TYPES, Run
+from amp_patch.diagnose.wording import counted, two
+
+# If a metric is logged once, its value at the start of the training is unknown. This share of the baseline's mean then
+# replaces a share of the improvement.
+BY_LOGGED_ONCE = 0.1
+# A level is too good if all of its runs are better than the baseline's best seed by more than TOO_GOOD_RANGES times
+# the range of the baseline's seeds, and by more than TOO_GOOD_SHARE of the improvement over the baseline's training and
+# of the baseline's result. With one seed, which has no range, by more than ONE_SEED_SHARE of the improvement.
+TOO_GOOD_RANGES, TOO_GOOD_SHARE, ONE_SEED_SHARE = 3, 0.1, 0.5
+CURVE = 10  # with fewer losses than this a run has no curve: its range and its direction are not known
+_RISES = 3  # a loss rises if its result is above the first by more than this many deviations of its second half
+_CONSTANT = 1e-6  # a figure that varies by at most this share of itself is constant: the rest is rounding in FP32
+_FIRST = 3  # steps in which the weights of two levels are nearly the same
+_STEPS_OF_TYPE = 4  # losses that lie further apart in these steps than so many steps of the type are not only rounded
+_LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "nll", "mse", "mae", "fid")  # parts of metrics' names
+
+FP64 = "FP64"
+_BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
+_WORDS = {
+    "sum": ("a sum of the losses of several optimizers, as a GAN's, tells nothing of quality", _BY_METRIC),
+    "both ways": ("some parameters maximize the loss, others minimize it: it tells nothing of quality", _BY_METRIC),
+    "direction": (
+        "the baseline's training made it worse: with --maximize more of it is better, without it less is",
+        "add --maximize, or leave it out",
+    ),
+    "around 0": ("the baseline's loss changes its sign and does not fall, as a policy gradient's", _BY_METRIC),
+    "constant": ("the baseline's is the same at every step: it measures nothing", _BY_METRIC),
+    FP64: (
+        "the script's weights are FP64, which this level leaves as they are: every loss is O0's",
+        "make the model and its inputs FP32, and compare again",
+    ),
+    "length": (
+        "it made {steps} of O0's {of}, and nothing tells why: early stopping, or an error that the script catches",
+        f"look into its log; if the training ends by itself, {_BY_METRIC}",
+    ),
+    "scale": (
+        "{skipped} of {steps} steps were the search for a loss scale, and O0 was as far that many steps before its end",
+        "train for more steps",
+    ),
+    "rounded": (
+        "the first losses, from the same weights and batches, lie up to {apart} % apart already: its forward rounds "
+        "the loss, as a sum in {dtype} does",
+        f"compute the loss from FP32 numbers, or {_BY_METRIC}",
+    ),
+    "too good": (
+        "it is better by more than a rounding explains",
+        "look whether all runs train on the same batches, and none goes on from another's checkpoint",
+    ),
+}
+
+
+class Terms(NamedTuple):
+    """The attributes of a `Comparison` that `judge` needs to test a level."""
+
+    metric: str
+    maximize: bool
+    margin: float
+    steps: int
+
+    @property
+    def sign(self) -> int:
+        """1 if more of the metric is worse, -1 if less is."""
+        return -1 if self.maximize else 1
+
+
+def in_words(why: str, level: LevelResult, base: LevelResult) -> tuple[str, str]:
+    """Put `Finding.unjudged` into words: why the level is not judged, and the way out, without full stops."""
+    pairs = pairs_of(level, base)
+    ours, theirs = min(pairs, key=lambda pair: pair[0].steps, default=(Run(""), Run("")))
+    reason, way_out = _WORDS[why]
+    figures = {
+        "steps": ours.steps,
+        "of": counted(theirs.steps, "step"),
+        "skipped": max(level.skips, default=0),
+        "apart": two(100 * first_losses_apart(pairs)),
+        "dtype": level.type_name,
+    }
+    return reason.format(**figures), way_out
+
+
+def pairs_of(level: LevelResult, base: LevelResult) -> list[tuple[Run, Run]]:
+    """Return (run of the level, run of the baseline) for each seed that both have a run of."""
+    of_seed = {run.seed: run for run in base.runs}
+    return [(run, of_seed[run.seed]) for run in level.runs if run.seed in of_seed]
+
+
+def by_figures(level: LevelResult, base: LevelResult, terms: Terms) -> str:
+    """Return why the figures of the level and the baseline measure no quality, whatever their gap; "" if they may."""
+    every, metric = [*level.runs, *base.runs], terms.metric
+    if _is_constant(base, metric) and (metric == LOSS or {*level.finite.values()} == {*base.finite.values()}):
+        return "constant"
+    if metric == LOSS and any(run.objectives > 1 for run in every):
+        return "sum"
+    if metric == LOSS and any(run.maximized == "some" for run in every):
+        return "both ways"
+    if _worsened(base, metric, terms.sign):
+        return "direction"
+    if metric == LOSS and _around_0(base):
+        return "around 0"
+    shorter = any(run.steps < other.steps for run, other in pairs_of(level, base))
+    return "length" if metric == LOSS and shorter and len({run.steps for run in base.runs}) == 1 else ""
+
+
+def gained(base: LevelResult, metric: str, sign: int) -> float | None:
+    """Return how much better the metric was at the end of the baseline's training than at its start.
+
+    The start is the median over the seeds, the end the result of the worst seed. Negative if the training made the
+    metric worse. None if the metric at the start is unknown for all runs.
+    """
+    starts = [run.loss[:1] if metric == LOSS else _first_logged(run, metric) for run in base.runs]
+    known = [sign * value for start in starts for value in start if math.isfinite(value)]
+    return statistics.median(known) - max(sign * figure for figure in base.finite.values()) if known else None
+
+
+def is_too_good(level: LevelResult, base: LevelResult, metric: str, sign: int) -> bool:
+    """Return whether a level is better than rounding or chance explains (`TOO_GOOD_RANGES`).
+
+    False if the baseline trains low-precision weights: masters may then make a level much better.
+    """
+    if base.low_weights:
+        return False
+    figures = [sign * figure for figure in base.finite.values()]
+    mean, improved = abs(statistics.mean(figures)), gained(base, metric, sign)
+    improved = mean if improved is None or improved <= 0 else improved
+    if has_no_spread(base):
+        by = ONE_SEED_SHARE * improved
+    else:
+        by = max(TOO_GOOD_RANGES * (max(figures) - min(figures)), TOO_GOOD_SHARE * improved)
+    best = min(figures) - max(by, TOO_GOOD_SHARE * mean)
+    return max(sign * figure for figure in level.finite.values()) < best
+
+
+def by_gap(apart: Gap, level: LevelResult, base: LevelResult, terms: Terms) -> str:
+    """Return why a gap that lies beyond the limits does not come from the training at the level; "" if it may.
+
+    "scale": the baseline was as far, as many steps before its end as the
+    level skipped. "rounded": the first losses, from nearly the same weights, lie as far apart.
+    """
+    pairs = pairs_of(level, base)
+    if terms.metric != LOSS:
+        return ""
+    worse, behind = apart.sign * apart.mean, apart.sign * _behind(pairs, terms.steps)
+    if behind > 0 and apart.margin < worse <= apart.worse_from + behind:
+        return "scale"
+    first, step = first_losses_apart(pairs), 2.0 ** (1 - LOW_TYPES.get(level.dtype or "", 99))
+    if abs(worse) > apart.worse_from and abs(apart.mean) <= first * abs(apart.base) and first <= _STEPS_OF_TYPE * step:
+        return "rounded"
+    return ""
+
+
+def first_losses_apart(pairs: list[tuple[Run, Run]]) -> float:
+    """Return how far the first losses of runs with the same seed lie apart at most, as a share of the baseline's."""
+    first = [each for run, other in pairs for each in zip(run.loss[:_FIRST], other.loss[:_FIRST], strict=False)]
+    return max((abs(a / b - 1) for a, b in first if b and math.isfinite(a) and math.isfinite(b)), default=0.0)
+
+
+def _behind(pairs: list[tuple[Run, Run]], steps: int) -> float:
+    """Return how far the baseline's loss moves, near its end, in as many steps as the level has skipped."""
+    before = max(1, steps // 8)
+    moved = [
+        sum(run.skipped) * (measures.final(other, LOSS, steps - before) - measures.final(other, LOSS, steps)) / before
+        for run, other in pairs
+    ]
+    known = [each for each in moved if math.isfinite(each)]
+    return statistics.mean(known) if known else 0.0
+
+
+def _is_constant(base: LevelResult, metric: str) -> bool:
+    """Return whether each run of the baseline has several figures, which are all the same."""
+    for run in base.runs:
+        values = run.loss if metric == LOSS else [value for _, value in run.logged.get(metric, [])]
+        if len(values) < 2 or not max(values) - min(values) <= _CONSTANT * max(map(abs, values)):
+            return False
+    return True
+
+
+def _worsened(base: LevelResult, metric: str, sign: int) -> bool:
+    """Return whether the baseline's training made the metric worse, in all seeds by more than chance explains.
+
+    The metric then has the other direction, as an accuracy without `--maximize`. False if the name of a logged metric
+    says that it has the direction asked for: a held-out loss may rise because the baseline overfits.
+    """
+    if metric == LOSS:
+        return all(_rises([sign * loss for loss in run.loss]) for run in base.runs)
+    if any(word in metric.lower() for word in _LESS_IS_BETTER) is (sign == 1):
+        return False
+    improved = gained(base, metric, sign)
+    width = max(base.finite.values()) - min(base.finite.values())
+    by = max(2 * width, BY_LOGGED_ONCE * abs(statistics.mean(base.finite.values())))
+    return improved is not None and -improved > by
+
+
+def _rises(losses: list[float]) -> bool:
+    half, end = losses[len(losses) // 2 :], losses[-max(1, len(losses) // 10) :]
+    if len(losses) < CURVE or not all(map(math.isfinite, losses)):
+        return False
+    return statistics.mean(end) - losses[0] > _RISES * statistics.pstdev(half)
+
+
+def _around_0(base: LevelResult) -> bool:
+    """Return whether the baseline's loss changes its sign, and falls by less than it varies from step to step."""
+    for run in base.runs:
+        losses = [loss for loss in run.loss if math.isfinite(loss)]
+        half = len(losses) // 2
+        if half < CURVE or not min(losses) < 0 < max(losses):
+            return False
+        if statistics.mean(losses[:half]) - statistics.mean(losses[half:]) > statistics.pstdev(losses[half:]):
+            return False
+    return True
+
+
+def _first_logged(run: Run, metric: str) -> list[float]:
+    """Return a list of the first value of the metric that a run logged; an empty list if it logged fewer than two."""
+    values = [value for _, value in run.logged.get(metric, [])]
+    return values[:1] if len(values) > 1 else []
