@@ -65,12 +65,12 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
     )
     p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
     found = replace(found, gap=apart, p=p)
-    if why not in ("sum", "both ways", "direction", "constant"):
+    if why not in ("sum", "both ways", "direction", unjudged.CONSTANT):
         found = replace(found, collapsed=_collapsed(level, base, metric, sign))
     if found.diverged or found.collapsed:
         return replace(found, kind="differs")
     pairs = [pair for pair in unjudged.pairs_of(level, base) if pair[0].seed in seeds]
-    if why != "constant" and ours == theirs and all(same_losses(*pair) for pair in pairs):
+    if why != unjudged.CONSTANT and ours == theirs and all(same_losses(*pair) for pair in pairs):
         why, found = unjudged.FP64 * base.is_fp64, replace(found, kind="within", to_the_bit=True)
     elif not why and unjudged.is_too_good(level, base, metric, sign):
         why = "too good"

@@ -144,8 +144,8 @@ def assert_level(
         The comparison.
 
     Raises:
-        AssertionError: the level is worse, diverges, fails, skips more than a tenth of its steps, or its loss scale
-            falls below 1; or O0 has no result.
+        AssertionError: the level is worse, diverges, stops, fails, skips more than a tenth of its steps, or its loss
+            scale falls below 1; or O0 has no result; or the results measure no quality (`Finding.unjudged`).
         ValueError, TypeError: as `compare`.
     """
     named = str(dtype).removeprefix("torch.") if dtype is not None else None
@@ -158,6 +158,8 @@ def assert_level(
         raise AssertionError(f"assert_level: O0 has no result beside {level}: {compared.why_nothing()}")
     if found.rejected or _is_bad(found):
         raise AssertionError(f"assert_level: {tested.name}: {tested.verdict.text}")
+    if found.unjudged:
+        raise AssertionError(f"assert_level: {tested.name} is not judged: {tested.verdict.text}")
     if not _decided(compared):
         warnings.warn(
             f"assert_level: {tested.name} is not decided after {len(tested.runs)} seeds: {tested.verdict.text}. Take a "
@@ -318,7 +320,7 @@ def _train(
     loss_fn = install.in_force(loss_fn)  # `build_fn` returned torch's function before O1 installed its casts
     with suppress(Enough):
         if not _epoch(model, optimizer, loss_fn, batches):
-            words = "nothing; an iterator is used up by one run: make a new one at each call"
+            words = "nothing: drop_last over fewer samples than a batch, or an iterator that an earlier run used up"
             raise _Misuse(ValueError(f"compare: the batches of build_fn gave {words}"))
         passes = 1
         while steps is not None:

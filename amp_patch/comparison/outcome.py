@@ -8,7 +8,7 @@ import traceback
 import torch
 
 from amp_patch.diagnose.recording.recorder import Recorder
-from amp_patch.diagnose.recording.run import EXITED, INTERRUPTED, OUT_OF_MEMORY, Failure, Run
+from amp_patch.diagnose.recording.run import EXITED, INTERRUPTED, OUT_OF_MEMORY, UNTRAINED, Failure, Run
 from amp_patch.diagnose.wording import without_control_codes
 from amp_patch.support.scripts_line import place
 
@@ -41,15 +41,22 @@ def failure(recorder: Recorder, run: Run, error: BaseException | None) -> Failur
             "the script never called amp.initialize (or with enabled=False only, or in a process that it started), so "
             "there is no level to set; call `model, optimizer = amp.initialize(model, optimizer)` after both are made"
         )
-    if not recorder.losses:
+    if not recorder.losses and recorder.is_in_a_step:
         return Failure(
             "the script never called amp.scale_loss, so there is no loss to compare; train with "
-            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`",
+            UNTRAINED,
+        )
+    if not recorder.losses and recorder.evaluated:
+        return Failure("the script calls its model without gradients alone, as inference does: no training", UNTRAINED)
+    if not recorder.losses:
+        return Failure(
+            "no batch came: the script never called the model that it gave to amp.initialize, as with a loader with "
+            "drop_last over fewer samples than a batch",
+            UNTRAINED,
         )
     if not run.steps:
-        return Failure(
-            "the script never called optimizer.step() on what it gave to amp.initialize: no step was recorded"
-        )
+        return Failure("the script never called step() of the optimizer that it trains: no step was made", UNTRAINED)
     return None
 
 

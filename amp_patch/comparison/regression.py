@@ -9,6 +9,7 @@ from amp_patch.comparison import measures
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.gap import CONFIDENCE, Gap
 from amp_patch.comparison.level_result import LevelResult, failures, same_losses
+from amp_patch.comparison.unjudged import CONSTANT, in_words
 from amp_patch.diagnose.recording.run import Run
 from amp_patch.diagnose.wording import percent, signed_percents
 
@@ -76,7 +77,10 @@ def answers(before: Comparison, now: Comparison, named: str = "") -> Answers:
         runs = [*later.all_runs, *(now.baseline.runs if now.baseline is not None else [])]
         earlier = [known.get((run.level, run.seed), Run("")) for run in runs]
         same = all(same_losses(*each) for each in zip(runs, earlier, strict=True))
-        if same and [run.logged.get(now.metric) for run in runs] == [run.logged.get(now.metric) for run in earlier]:
+        why = later.finding.unjudged
+        if why and (why == CONSTANT or not same):
+            found.missing.append(Regression(name, "; ".join(in_words(why, later, now.baseline or later))))
+        elif same and [run.logged.get(now.metric) for run in runs] == [run.logged.get(now.metric) for run in earlier]:
             found.as_good.append(name)
         elif growth is None:
             found.missing.append(Regression(name, "one seed says nothing of its gap; compare three seeds or more"))
@@ -137,9 +141,12 @@ def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison,
 
 
 def _growth(level: LevelResult, later: LevelResult, before: Comparison, now: Comparison) -> Gap | None:
-    """Return the growth of the gap to the baseline, as a share of its result; None with fewer than two equal seeds."""
+    """Return the growth of the gap to the baseline, as a share of its result.
+
+    None with fewer than two equal seeds, or if the level is not judged.
+    """
     base = now.baseline
-    if before.baseline is None or base is None or level.level == base.level:
+    if before.baseline is None or base is None or level.level == base.level or later.finding.unjudged:
         return None
     earlier, gaps = _gaps(level, before.baseline), _gaps(later, base)
     grown = [gaps[seed] - earlier[seed] for seed in earlier if seed in gaps]

@@ -128,10 +128,12 @@ def _coloured(text: str, style: str, colours: bool) -> str:
 
 
 def _result(level: LevelResult) -> str:
-    """Return the mean of the results; "" without a result, "diverged" if one is not finite."""
+    """Return the mean of the results; "" without a result, "stopped" or "diverged" if one is not finite."""
     if not level.final:
         return ""
-    return wording.digits(level.mean or 0.0, 4) if len(level.finite) == len(level.final) else "diverged"
+    if len(level.finite) < len(level.final):
+        return "stopped" if level.stopped else "diverged"
+    return wording.digits(level.mean or 0.0, 4)
 
 
 def _against(level: LevelResult) -> str:

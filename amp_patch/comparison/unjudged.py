@@ -27,7 +27,7 @@ _FIRST = 3  # steps in which the weights of two levels are nearly the same
 _STEPS_OF_TYPE = 4  # losses that lie further apart in these steps than so many steps of the type are not only rounded
 _LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "nll", "mse", "mae", "fid")  # parts of metrics' names
 
-FP64 = "FP64"
+FP64, CONSTANT = "FP64", "constant"
 _BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
 _WORDS = {
     "sum": ("a sum of the losses of several optimizers, as a GAN's, tells nothing of quality", _BY_METRIC),
@@ -37,7 +37,7 @@ _WORDS = {
         "add --maximize, or leave it out",
     ),
     "around 0": ("the baseline's loss changes its sign and does not fall, as a policy gradient's", _BY_METRIC),
-    "constant": ("the baseline's is the same at every step: it measures nothing", _BY_METRIC),
+    CONSTANT: ("the baseline's is the same at every step: it measures nothing", _BY_METRIC),
     FP64: (
         "the script's weights are FP64, which this level leaves as they are: every loss is O0's",
         "make the model and its inputs FP32, and compare again",
@@ -101,7 +101,7 @@ def by_figures(level: LevelResult, base: LevelResult, terms: Terms) -> str:
     """Return why the figures of the level and the baseline measure no quality, whatever their gap; "" if they may."""
     every, metric = [*level.runs, *base.runs], terms.metric
     if _is_constant(base, metric) and (metric == LOSS or {*level.finite.values()} == {*base.finite.values()}):
-        return "constant"
+        return CONSTANT
     if metric == LOSS and any(run.objectives > 1 for run in every):
         return "sum"
     if metric == LOSS and any(run.maximized == "some" for run in every):

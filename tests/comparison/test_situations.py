@@ -10,10 +10,14 @@ import re
 from typing import NamedTuple
 
 import pytest
-from compared_runs import compare, logs, made_up_run, seeds
+import torch
+from compared_runs import compare, importable_fixture, logs, made_up_run, seeds  # noqa: F401
+from python_forks import python
 
+from amp_patch import amp
 from amp_patch.comparison import headline, what_next
 from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.regression import answers
 from amp_patch.diagnose.recording.run import Run, dumps, loads
 
 BASE = (2.0, 2.02, 1.98)
@@ -287,3 +291,191 @@ def test_levels_that_are_as_good_so_far_or_no_worse_are_not_called_as_good():
     assert so_far.levels[1].finding.kind == "so far" and "O5 BF16 may do as well, but not faster" in so_far.summary
     no_worse = compare(seeds("O0", 2.30, 2.29, 2.31), seeds("O5", 2.25, 2.29, 2.22, **BF16))
     assert no_worse.levels[1].finding.kind == "no worse" and "O5 BF16 did no worse, but not faster" in no_worse.summary
+
+
+# --- the same, trained in this process ---
+
+
+def small(maximize=False, dtype=torch.float32, lr=1e-2, classes=3):
+    """Return a `build_fn` of a small classifier; with `maximize` its loss is negated."""
+
+    def build():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, classes)).to(dtype)
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, maximize=maximize)
+
+        def loss_fn(outputs, targets):
+            return (-1 if maximize else 1) * torch.nn.functional.cross_entropy(outputs.to(dtype), targets)
+
+        inputs = torch.randn(20, 16, 8, dtype=dtype)
+        return net, optimizer, loss_fn, [(x, x[:, :classes].argmax(1)) for x in inputs]
+
+    return build
+
+
+TRAINED = {
+    "constant": (small(classes=1), "O5", "constant"),
+    "FP64": (small(dtype=torch.float64), "O4", "FP64"),
+    "FP64 at O1": (small(dtype=torch.float64), "O1", "FP64"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_compare_and_assert_level_do_not_judge(name):
+    build, level, why = TRAINED[name]
+    for seeds_ in (1, 2):
+        found = amp.compare(build, [level], seeds=seeds_, verbosity=0).levels[1].finding
+        assert (found.kind, found.unjudged) == ("unjudged", why)
+    with pytest.raises(AssertionError, match=f"assert_level: {level} .* is not judged: "):
+        amp.assert_level(build, level, seeds=2)
+
+
+def test_a_maximizing_optimizer_turns_the_direction():
+    made = amp.compare(small(maximize=True), ["O5"], seeds=2, steps=40, verbosity=0)
+    assert made.maximize and made.baseline.runs[0].maximized == "all"
+    assert made.levels[1].finding.gap.sign == -1 and made.levels[1].finding.unjudged == ""
+    assert "higher is better" in made.test
+
+
+def test_a_script_in_fp64_is_called_so():
+    made = amp.compare(small(dtype=torch.float64), ["O4", "O5"], seeds=2, verbosity=0)
+    assert made.levels[0].verdict.text.startswith("the script as it is, FP64: final loss")
+    assert made.levels[2].finding.unjudged == "" and "O0 (FP64)" in headline.label(made.levels[0])
+
+
+def test_a_level_that_stops_in_an_error_that_the_function_catches_fails_the_test():
+    def build():
+        net, optimizer, loss_fn, batches = small()()
+        net, optimizer = amp.initialize(net, optimizer, verbosity=0)
+        for step, (inputs, targets) in enumerate(batches):
+            try:
+                outputs = net(inputs)
+                if step == 12 and net[0].weight.dtype is torch.bfloat16:
+                    raise RuntimeError("expected scalar type Float")
+                with amp.scale_loss(loss_fn(outputs, targets), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+            except RuntimeError:
+                break
+
+    for seeds_ in (1, 2):
+        found = amp.compare(build, ["O5"], seeds=seeds_, verbosity=0).levels[1]
+        assert found.finding.rejected and "made 12 of 20 steps" in found.verdict.text
+    with pytest.raises(AssertionError, match="made 12 of 20 steps with seed 0, after an error that the script catches"):
+        amp.assert_level(build, "O5")
+
+
+UNTRAINED = {
+    "no batch": ("for x in []: net(x)", "no batch came: the script never called the model"),
+    "inference": ("with torch.no_grad(): net(x)", "calls its model without gradients alone, as inference does"),
+    "no backward": ("net(x)", "never called amp.scale_loss"),
+    "no step": ("with amp.scale_loss(net(x).sum(), optimizer) as loss: loss.backward()", "never called step()"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_a_function_that_trains_nothing_is_told_why(name):
+    code, words = UNTRAINED[name]
+
+    def build():
+        net = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = amp.initialize(net, optimizer, verbosity=0)
+        exec(code, {"torch": torch, "amp": amp, "net": net, "optimizer": optimizer, "x": torch.ones(2, 4)})
+
+    made = amp.compare(build, ["O5"], seeds=1, verbosity=0)
+    assert words in made.summary and made.summary.startswith("Nothing to compare")
+    with pytest.raises(AssertionError, match="assert_level: O0 has no result"):
+        amp.assert_level(build, "O5")
+
+
+# --- the baseline of a gate ---
+
+
+def test_a_gate_names_levels_that_are_not_judged():
+    flat = compare(curves("O0", *[[0.0] * 40] * 3), curves("O5", *[[0.0] * 40] * 3))
+    told = answers(flat, flat, "report.json")
+    assert not told.as_good and not told.worse and "the same at every step" in told.missing[0].what
+    before = compare(turned(seeds("O0", *BASE)), turned(seeds("O5", *SAME, **BF16)))
+    now = compare(turned(seeds("O0", *BASE)), turned(seeds("O5", *off(5), **BF16)))
+    told = answers(before, now, "report.json")
+    assert [each.level for each in told.missing] == ["O5"] and not told.as_good and not told.worse
+    fp64 = compare(seeds("O0", *BASE, weights_type="float64"), seeds("O4", *BASE, **BF16))
+    assert answers(fp64, fp64, "report.json").as_good == ["O4"], "it does what it did, to the bit"
+    worse = answers(compare(O0, seeds("O5", *SAME, **BF16)), compare(O0, stopped(20)), "report.json").worse
+    assert [each.level for each in worse] == ["O5", "O5", "O5"]
+
+
+# --- whole programs ---
+
+START = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+"""
+LOADER = "loader = DataLoader(TensorDataset(torch.randn(20, 8)), batch_size=32, drop_last=True)\n"
+OURS = "from amp_patch import amp\nnet, optimizer = amp.initialize(net, optimizer, verbosity=0)\n"
+NOTHING = {
+    "no batch": (START + LOADER + "for (x,) in loader: net(x).sum().backward(); optimizer.step()", "no batch came"),
+    "no batch, with lines of ours": (
+        START + OURS + LOADER + "for (x,) in loader: net(x)",
+        "no batch came: its DataLoader has 20 samples and no batch (batch_size=32, drop_last=True)",
+    ),
+    "no backward": (START + "net(torch.randn(4, 8)).sum(); optimizer.step()", "never called backward()"),
+    "inference": ("import torch\nnet = torch.nn.Linear(8, 1)\nnet(torch.ones(1, 8))", "made no optimizer"),
+    "no step": (START + "net(torch.randn(4, 8)).sum().backward()", "never called step()"),
+}
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_script_that_trains_nothing_ends_with_its_own_sentence(name, tmp_path):
+    script, words = NOTHING[name]
+    (tmp_path / "train.py").write_text(script)
+    ran = python("-m", "amp_patch", "compare", "--quick", "train.py", cwd=tmp_path)
+    assert ran.returncode in (1, 2) and words in ran.stderr, ran.stdout + ran.stderr
+    assert "amp.scale_loss" not in ran.stderr and "Traceback" not in ran.stderr
+
+
+STOPS = """
+try:
+    for step in range(40):
+        x = torch.randn(32, 8)
+        outputs = net(x)
+        if step == 25 and torch.is_tensor(x) and os.environ["AMP_PATCH_OPT_LEVEL"] == "O4":
+            raise RuntimeError("expected m1 and m2 to have the same type")
+        optimizer.zero_grad()
+        (outputs - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+except RuntimeError as error:
+    print("ended at", step, error)
+print("saved")
+"""
+GAN = """
+from amp_patch import amp
+other = nn.Linear(8, 1)
+both = torch.optim.Adam(other.parameters(), lr=1e-2)
+for step in range(30):
+    for model, owner in ((net, optimizer), (other, both)):
+        owner.zero_grad()
+        model(torch.randn(32, 8)).square().mean().backward()
+        owner.step()
+amp.log(distance=net(torch.ones(4, 8)).mean().item())
+"""
+
+
+@pytest.mark.program
+@pytest.mark.parametrize(("script", "words"), [
+    ("import os" + START + STOPS, "do not use: made 25 of 40 steps with seed 0: ended at 25 expected m1 and m2"),
+    (START + GAN, "a sum of the losses of several optimizers"),
+])  # fmt: skip
+def test_a_script_is_judged_by_what_it_did(script, words, tmp_path):
+    (tmp_path / "train.py").write_text(script)
+    ran = python("-m", "amp_patch", "compare", "--levels", "O4", "--seeds", "1", "train.py", cwd=tmp_path)
+    assert ran.returncode == 0 and words in " ".join(ran.stdout.split()), ran.stdout + ran.stderr
+    ran = python("-m", "amp_patch", "report", "amp_compare", cwd=tmp_path)
+    assert words in " ".join(ran.stdout.split()), "the record keeps what the log showed"

@@ -27,6 +27,9 @@ from amp_patch.support.guard import Guard
 
 _END = 8.0  # seconds to wait until the guard process has ended a run; it needs less
 _POLL = 0.2  # seconds between two reads of a record
+_NUMBER = re.compile(r"[-+\d.]+")
+_WORDS = "error|exception|expected|fail|cannot|can't|must|mismatch|unsupported|not (implemented|supported)"
+_NAMES_ERROR, _NOTE = re.compile(_WORDS, re.IGNORECASE), re.compile("^amp_patch: |Warning")
 _GRACE = 10.0  # seconds after the last step until a run is killed: a script may catch SystemExit and train on
 
 
@@ -194,6 +197,19 @@ class Child:
             run.error += "; --device cpu takes the CPU instead"
 
 
+def note_caught(run: Run, o0: Run) -> None:
+    """Set `run.caught` to the last line of its log that names an error and is not in the log of `o0`, if there is one.
+
+    If the run made no step, that line becomes its error: O0 shows that the script trains.
+    """
+    known = {_NUMBER.sub("", line) for line in _lines(Path(o0.log))}
+    own = (line for line in reversed(_lines(Path(run.log))) if _NUMBER.sub("", line) not in known)
+    run.caught = next((line[:300] for line in own if _NAMES_ERROR.search(line) and not _NOTE.search(line)), "")
+    if run.error is not None:
+        why = run.caught or "its log names no error"
+        run.error, run.refused = f"it made no step, where O0 made {o0.steps}: {why}", False
+
+
 def was_out_of_memory(run: Run) -> bool:
     """Return whether the run failed for lack of memory: by its error, or by SIGKILL, the system's signal for that."""
     return run.error_kind in (OUT_OF_MEMORY, KILLED)
@@ -233,6 +249,10 @@ def _died(code: int, log: Path) -> Failure:
 
 
 def _last_line(log: Path) -> str:
-    printed = re.split(r"[\r\n]", log.read_text(errors="replace"))
-    lines = (without_control_codes(line).strip() for line in reversed(printed))
-    return next(filter(None, lines), "")
+    return next(reversed(_lines(log)), "")
+
+
+def _lines(log: Path) -> list[str]:
+    """Return the lines of a log that are not empty."""
+    printed = re.split(r"[\r\n]", log.read_text(errors="replace")) if log.is_file() else []
+    return [*filter(None, (without_control_codes(line).strip() for line in printed))]

@@ -179,7 +179,7 @@ def keep_outcome(record: Path, run: Run) -> None:
     Raises:
         OSError: the record cannot be written.
     """
-    names = ("level", "seed", "error", "error_kind", "error_where", "log", "refused", "notes", "other_work")
+    names = ("level", "seed", "error", "error_kind", "error_where", "log", "refused", "notes", "caught", "other_work")
     event: Event = {"event": "outcome", **{name: getattr(run, name) for name in names}}
     with record.open("a", encoding="utf-8", errors="replace") as file:
         file.write(f"\n{dumps(event)}\n")  # the line before may be cut off

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.seeds import seeded
 from amp_patch.diagnose.recording.recorder import Recorder
-from amp_patch.diagnose.recording.run import Event, Failure, Run, dumps
+from amp_patch.diagnose.recording.run import UNTRAINED, Event, Failure, Run, dumps
 from amp_patch.diagnose.recording.sinks import JsonLines
 from amp_patch.environment import LEVEL, asked_level
 from amp_patch.run import run as runner
@@ -58,8 +58,10 @@ def recorded(
             failed = failure(recorder, run, error)
             if failed is not None and error is None:
                 refused = script.missing()
+                if script.loaders.words and not recorder.losses:
+                    failed = Failure(f"no batch came: {script.loaders.words}", UNTRAINED)
             if refused is not None:
-                failed = Failure(str(refused))
+                failed = Failure(str(refused), "" if error is not None else UNTRAINED)
             last: list[Event] = [{"event": "note", "text": note} for note in script.notes]
             if failed is not None or script.notes or script.native.seen:
                 words, kind, where = failed or (None, "", "")

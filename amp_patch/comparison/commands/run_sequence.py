@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from amp_patch.comparison.commands.compare_child import Child
+from amp_patch.comparison.commands.compare_child import Child, note_caught
 from amp_patch.comparison.commands.compare_folder import is_finished
 from amp_patch.comparison.commands.compare_progress import Progress
 from amp_patch.comparison.commands.interrupts import Ended, Interrupts
 from amp_patch.comparison.commands.long_steps import LongSteps
 from amp_patch.comparison.lost_without_masters import with_masters
 from amp_patch.comparison.other_work import OtherWork
-from amp_patch.comparison.plan import Plan
-from amp_patch.diagnose.recording.run import EXITED, INTERRUPTED, NATIVE, OVERDUE, Run
+from amp_patch.comparison.plan import BASELINE, Plan
+from amp_patch.diagnose.recording.run import EXITED, INTERRUPTED, NATIVE, OVERDUE, UNTRAINED, Run
 
 _PATIENCE = 5.0  # seconds for interrupted scripts to end
 
@@ -145,6 +145,9 @@ class RunSequence:
             self._child = Child(self._plan, self._args, run, self.load)
             self._child.train(self._look)
             child, self._child = self._child, None
+            o0 = next((each for each in self.runs if (each.level, each.seed) == (BASELINE, seed)), run)
+            if run.steps < o0.steps and (run.error is None or run.error_kind == UNTRAINED):
+                note_caught(run, o0)
             child.keep_outcome()
             self._end(run)
 
@@ -179,4 +182,4 @@ class RunSequence:
 
 def _failed_by_itself(run: Run) -> bool:
     """Return whether an error of the script ended the run: not lack of memory, and no signal. It would fail again."""
-    return run.error is not None and run.error_kind in ("", EXITED)
+    return run.error is not None and run.error_kind in ("", EXITED, UNTRAINED)

@@ -134,6 +134,7 @@ class Recorder(observers.Observer):
         enabled: whether a training was seen. With `enabled=False`, `initialize` makes none.
         losses: how many losses were seen, of `scale_loss` and of GradScalers.
         steps: how many steps were recorded.
+        evaluated: whether a model was called without gradients, as by an evaluation.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Recorder(observers.Observer):
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
             raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
         self.losses = self.steps = 0
-        self.enabled = False
+        self.enabled = self.evaluated = False
         self.process = os.getpid()
         self._outbox = Outbox(list[Sink](sinks))
         self._stop_after = stop_after
@@ -197,7 +198,7 @@ class Recorder(observers.Observer):
         self._looks.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
-        sizes = {**self._sizes.bytes, "unfinished": self._clock.step.forward_seen}
+        sizes = {**self._sizes.bytes, "unfinished": self.is_in_a_step}
         self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
 
     def close(self, *events: Event) -> None:
@@ -263,7 +264,8 @@ class Recorder(observers.Observer):
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not self.is_recording():
-            return  # an evaluation
+            self.evaluated = True
+            return
         if self._clock.forward_begins(model):
             self._looks.forward_begins(args, kwargs)
             # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
@@ -361,6 +363,11 @@ class Recorder(observers.Observer):
             self._end()  # now, because a script that catches `Enough` may train on until it is killed
             self._flush(wait=True)
             raise Enough(0)
+
+    @property
+    def is_in_a_step(self) -> bool:
+        """Whether a forward of the training has begun since the last step."""
+        return self._clock.step.forward_seen
 
     @property
     def has_enough(self) -> bool:

@@ -44,6 +44,7 @@ from amp_patch.run.unedited.banned_calls import report_banned_calls
 from amp_patch.run.unedited.called_alone import CalledAlone
 from amp_patch.run.unedited.closures import refuse_lbfgs, refuse_unknown_use
 from amp_patch.run.unedited.direct_forwards import DirectForwards
+from amp_patch.run.unedited.empty_loaders import EmptyLoaders
 from amp_patch.run.unedited.exports import Exports
 from amp_patch.run.unedited.handmade import HandmadeSteps
 from amp_patch.run.unedited.kept_averages import kept_averages
@@ -90,6 +91,7 @@ class UneditedScript(observers.Observer):
         native: the handler of the script's own autocasts and GradScalers.
         notes: a sentence for each decision that was taken for the script; also printed to stderr.
         processes: the counter of the processes that the script starts.
+        loaders: the detection of loaders without a batch.
 
     Raises:
         ValueError: the level is invalid.
@@ -119,8 +121,10 @@ class UneditedScript(observers.Observer):
         self._owners_version = -1  # the `_groups_version` of `_owners`
         self._thread = threading.local()
         self._handmade = HandmadeSteps()
+        self._evaluated = False  # whether a module was called without gradients
         self._reached_low = False  # whether a backward has reached low-precision weights that no optimizer holds
         self.processes = Processes()
+        self.loaders = EmptyLoaders()
         self._direct_forwards = DirectForwards(self._call)
         self._pickles = Pickles(self._models, self.note_optimizer)
         self._patches = Patches()
@@ -134,7 +138,8 @@ class UneditedScript(observers.Observer):
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        for part in (self.native, self._scalers, self._alone, self._pickles, self._direct_forwards, self.processes):
+        parts = (self.native, self._scalers, self._alone, self._pickles, self._direct_forwards, self.processes)
+        for part in (*parts, self.loaders):
             part.install(patches)
         report_banned_calls(patches, self._say)
         if self._policy.makes_low_tensors:
@@ -157,15 +162,22 @@ class UneditedScript(observers.Observer):
         """
         if self._left_alone or self.backwards or self._is_of_ours():
             return None
+        if not self._optimizers_made and self._handmade.backwards:
+            return self._handmade.refused(line=False)
+        if not self._optimizers_made and self.processes.started:
+            return self.processes.refused()
+        why, then = "it never called backward() of a loss of its model", "Its training needs loss.backward()"
         if not self._optimizers_made:
-            if self._handmade.backwards:
-                return self._handmade.refused(line=False)
-            if self.processes.started:
-                return self.processes.refused()
-            return ScriptRefused("it made no optimizer of torch.optim in this process", line=False)
-        if not self._initialized:
-            return ScriptRefused("it called no module whose parameters an optimizer holds", line=False)
-        return ScriptRefused("it never called backward() of a loss of its model", line=False)
+            why = "it made no optimizer of torch.optim in this process, and called no backward()"
+            then = "For inference alone there is no level to compare; amp.initialize(model) takes a model alone"
+        elif self.loaders.words:
+            why, then = f"no batch came: {self.loaders.words}", "Give it more samples, or a smaller batch"
+        elif not self._initialized and self._evaluated:
+            why, then = "it called its model without gradients alone, as inference does", "A level is for a training"
+        elif not self._initialized:
+            why = "no batch came: it called no module whose parameters an optimizer holds"
+            then = "A loader with drop_last has no batch of fewer samples"
+        return ScriptRefused(f"it trained nothing: {why}", line=False, lines="", then=then)
 
     def training_begun(self, training: Any) -> None:
         self.has_begun |= training is not None
@@ -266,7 +278,10 @@ class UneditedScript(observers.Observer):
 
     @not_traced
     def _forward_begins(self, module: nn.Module) -> None:
-        if self._left_alone or not torch.is_grad_enabled() or self._checked.get(module) == self._groups_version:
+        if self._left_alone or not torch.is_grad_enabled():
+            self._evaluated = True
+            return
+        if self._checked.get(module) == self._groups_version:
             return
         if torch._C._get_tracing_state() is not None or torch._C._current_graph_task_id() != -1:
             return

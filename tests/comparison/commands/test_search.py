@@ -47,7 +47,8 @@ class Trainings:
         step |= {"loss": float("nan")} if lost_eps is not None else {}
         begin = {"event": "begin", "level": run.level, "dtype": dtype, "policy": "", "device": "cpu"}
         events = [{**begin, "lost_eps": lost_eps}]
-        events += [{"event": "modules", "names": MODULES}, *[step] * 40]
+        falling = [{**step, "loss": step["loss"] + 2 * max(0, 30 - i) / 30} for i in range(40)]
+        events += [{"event": "modules", "names": MODULES}, *falling]
         path = compare_folder.record_of(self.args.out, run)
         path.write_text("".join(f"{dumps(event)}\n" for event in events))
         compare_folder.keep_outcome(path, run)
