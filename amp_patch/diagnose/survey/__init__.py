@@ -24,5 +24,5 @@ Files:
 - `measured.py`: the measurement of a level: errors beside FP32, and what rounding explains of them
 - `steps.py`: one step of a model and its loss, at a level, in FP32 or as an ideal run; errors between two steps
 - `attribution.py`: the input, module and line that an error comes from
-- `replay.py`: the forward of a script, as a step to measure
+- `replay.py`: the forward and the loss of a script, as a step to measure
 """

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from amp_patch.diagnose.survey.measured import measure
-from amp_patch.diagnose.survey.replay import Replay
+from amp_patch.diagnose.survey.replay import Replay, Replays
 from amp_patch.diagnose.survey.report import Report
 from amp_patch.diagnose.survey.survey import Surveyor
+from amp_patch.support.compiled import eagerly
 from amp_patch.training import observers
 
 
@@ -36,11 +37,13 @@ class FirstStep(observers.Observer):
         self._surveyor, self._after = Surveyor(), after
         self._survey = ExitStack()
         self._models: dict[int, nn.Module] = {}
-        self._replays: list[Replay] = []
+        self._noting = Replays()
         self._steps: dict[int, int] = {}
         self.entered = ExitStack()
 
     def __enter__(self) -> FirstStep:
+        self.entered.enter_context(eagerly())
+        self.entered.enter_context(self._noting)
         self._survey.enter_context(self._surveyor)
         self.entered.enter_context(self._survey)
         observers.add(self)
@@ -61,17 +64,19 @@ class FirstStep(observers.Observer):
         return False
 
     @property
+    def replays(self) -> list[Replay]:
+        """The noted part of the step of each model."""
+        return self._noting.each
+
+    @property
     def report(self) -> Report:
         """The findings of the survey. They are complete after the `with` block."""
         return self._surveyor.report
 
     def measure(self) -> None:
-        """Measure the levels in the noted step of each model, and add the result to the report; after the block.
-
-        The loss of the script is not in the measured steps: the gradients of the model's output stand for it.
-        """
+        """Measure the levels in the noted step of each model, and add the result to the report; after the block."""
         with redirect_stdout(io.StringIO()):  # a forward that prints would print once for each step
-            for case in (case for replay in self._replays if (case := replay.case()) is not None):
+            for case in (case for replay in self.replays if (case := replay.case()) is not None):
                 for found in measure(case):
                     self.report.add_measured(found)
 
@@ -88,9 +93,9 @@ class FirstStep(observers.Observer):
             if id(model) not in self._models:
                 self._models[id(model)] = model
                 self._surveyor.follow(model, trained)
-                begins = self._forward_begins(len(self._replays))
+                begins = self._forward_begins(len(self._noting.each))
                 self.entered.callback(model.register_forward_pre_hook(begins).remove)
-                self._replays.append(replay := Replay(model))  # its hooks are called after that one
+                self._noting.each.append(replay := Replay(model))  # its hooks are called after that one
                 self.entered.callback(replay.end)
 
     def _forward_begins(self, at: int) -> Any:
@@ -102,15 +107,17 @@ class FirstStep(observers.Observer):
                 if max(steps) > self._after:
                     raise FirstStepOver
             if max(steps, default=0) >= self._after:
-                self._replays[at].watch()
+                self._noting.each[at].watch()
 
         return before
 
     def step_begins(self, optimizer: Any) -> None:
+        self._noting.paused = True
         if id(optimizer) in self._steps:
             self._surveyor.step_begins(optimizer)
 
     def step_ends(self, optimizer: Any) -> None:
+        self._noting.paused = False
         if id(optimizer) in self._steps:
             self._steps[id(optimizer)] += 1
             self._surveyor.step_ends(optimizer)

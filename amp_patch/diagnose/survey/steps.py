@@ -44,6 +44,7 @@ class Case(NamedTuple):
         loss_fn: takes the model's output and `targets`, and returns the loss.
         args, named: the arguments of the model.
         targets: the further arguments of the loss.
+        calls_model: whether `loss_fn` takes the model and its arguments first, because it calls the model again.
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class Case(NamedTuple):
     args: tuple[Any, ...]
     named: Mapping[str, Any]
     targets: tuple[Any, ...]
+    calls_model: bool = False
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -63,13 +65,14 @@ class Root(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.model, self.loss_fn, self.targets = fp32_copy(case.model), case.loss_fn, case.targets
+        self.model, self.loss_fn, self.case = fp32_copy(case.model), case.loss_fn, case
         self.outputs: list[Tensor] = []
 
     def forward(self, *args: Any, **named: Any) -> Any:
         output = self.model(*args, **named)
         self.outputs = [each.detach() for each in floats(output)]
-        return install.in_force(self.loss_fn)(output, *self.targets)
+        first = (self.model, (args, named)) if self.case.calls_model else ()
+        return install.in_force(self.loss_fn)(*first, output, *self.case.targets)
 
 
 @dataclass
