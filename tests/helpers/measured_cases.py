@@ -126,8 +126,8 @@ def far_positions():
             super().__init__()
             self.layer = nn.Sequential(nn.Linear(1, 16), nn.SiLU(), nn.Linear(16, 1))
 
-        def forward(self, places):  # off: O2 O5
-            gaps = places[:, :, None] - places[:, None]
+        def forward(self, places):
+            gaps = places[:, :, None] - places[:, None]  # off: O2 O5
             return self.layer(gaps.square().sum(-1, keepdim=True)).sum((1, 2))
 
     return Net(), F.mse_loss, (300 + torch.rand(8, 6, 3), torch.randn(8, 1))
@@ -179,8 +179,8 @@ def residual_of_a_solver():
 def loss_of_a_ratio():
     """A loss whose terms nearly cancel, in a function of its own."""
 
-    def loss(out, target):  # off: O4
-        ratio = (out - target).exp()
+    def loss(out, target):
+        ratio = (out - target).exp()  # off: O4
         return ((ratio - 1) - (out - target)).mean() * 1e4
 
     model = nn.Linear(8, 1)

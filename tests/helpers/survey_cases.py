@@ -1,6 +1,8 @@
 """Small trainings that break at some levels: a comment in the line says at which.
 
-Each function returns (model, loss_fn, inputs) as `amp.survey` takes them. A line without the comment breaks nowhere.
+Each function returns (model, loss_fn, inputs) as `amp.survey` takes them. A line without a comment breaks nowhere. The
+comment "breaks" marks a line that a rule names. The comment "off" marks lines of which the measurement names one: the
+line that breaks, or an earlier one from which on the numbers must be FP32.
 """
 
 from __future__ import annotations
@@ -60,9 +62,9 @@ def times():
             self.out = nn.Linear(20, 4)
 
         def forward(self, x, t):
-            angles = t[:, None] * self.frequencies
-            sines = angles.sin()  # breaks: O5 O7
-            return self.out(torch.cat([x, sines, angles.cos()], -1))  # breaks: O5 O7
+            angles = t[:, None] * self.frequencies  # off: O5 O7
+            sines = angles.sin()  # off: O5 O7
+            return self.out(torch.cat([x, sines, angles.cos()], -1))  # off: O5 O7
 
     return Net(), F.mse_loss, (torch.randn(4, 4), torch.tensor([937.0, 11.0, 503.0, 999.0]), torch.randn(4, 4))
 
@@ -298,9 +300,9 @@ def rotary_buffer():
             self.q = nn.Linear(8, 8)
 
         def forward(self, x):
-            angles = torch.arange(x.shape[1], device=x.device)[:, None] * self.frequencies
+            angles = torch.arange(x.shape[1], device=x.device)[:, None] * self.frequencies  # off: O2 O3 O5 O7
             a, b = self.q(x).chunk(2, -1)
-            c, s = angles.cos(), angles.sin()  # breaks: O2 O3 O5 O7
+            c, s = angles.cos(), angles.sin()  # off: O2 O3 O5 O7
             return torch.cat([a * c - b * s, a * s + b * c], -1)
 
     return Net(), F.mse_loss, (torch.randn(1, 4096, 8), torch.randn(1, 4096, 8))

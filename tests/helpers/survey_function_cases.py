@@ -97,7 +97,7 @@ def categorical_of_many():
 
         def forward(self, x):
             policy = torch.distributions.Categorical(self.layer(x).softmax(-1))
-            return policy.log_prob(torch.arange(len(x), device=x.device))  # breaks: O2 O3 O5 O7
+            return policy.log_prob(torch.arange(len(x), device=x.device))  # off: O2 O3 O5 O7
 
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
 
@@ -205,7 +205,7 @@ def norm_of_equal_numbers():
             self.norm, self.head = nn.LayerNorm(4, eps=1e-12), nn.Linear(4, 2)
 
         def forward(self, x):
-            return self.head(self.norm(torch.cat([self.token, x])))  # breaks: O2 O3
+            return self.head(self.norm(torch.cat([self.token, x])))  # off: O2 O3
 
     return Net(), F.mse_loss, (torch.randn(7, 4), torch.randn(8, 2))
 
@@ -314,7 +314,7 @@ def small_products():
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x):
-            h = self.layer(x) * 1e-9  # breaks: O1 O2 O3
+            h = self.layer(x) * 1e-9  # off: O1 O2 O3
             return h.relu() * 1e9
 
     return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4))

@@ -24,9 +24,9 @@ class Averaging(Layer):
 def variance_as_a_difference():
     class Net(Layer):
         def forward(self, x):
-            h = self.layer(x) + 30
+            h = self.layer(x) + 30  # off: O1 O2 O3 O4 O5 O6 O7
             mean = h.mean(-1, keepdim=True)
-            variance = h.square().mean(-1, keepdim=True) - mean * mean  # breaks: O1 O2 O3 O4 O5 O6 O7
+            variance = h.square().mean(-1, keepdim=True) - mean * mean  # off: O1 O2 O3 O4 O5 O6 O7
             return (h - mean) / (variance.clamp(min=0) + 1e-3).sqrt()
 
     return Net(8, 8), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 8))
@@ -45,7 +45,7 @@ def variance_of_fp32():
 def logarithm_of_one_minus_x():
     class Net(Layer):
         def forward(self, x):
-            rest = 1 - torch.sigmoid(8 * self.layer(x))  # breaks: O1 O2 O3 O4 O5 O6 O7
+            rest = 1 - torch.sigmoid(8 * self.layer(x))  # off: O1 O2 O3 O4 O5 O6 O7
             return -torch.log(rest + 1e-4)
 
     return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
@@ -62,8 +62,8 @@ def logarithm_of_one_minus_small_x():
 def clamp_below_one():
     class Net(Layer):
         def forward(self, x):
-            cosines = torch.cos(self.layer(x)).clamp(-1 + 1e-6, 1 - 1e-6)
-            return torch.acos(cosines)  # breaks: O1 O2 O3 O4 O5 O6 O7
+            cosines = torch.cos(self.layer(x)).clamp(-1 + 1e-6, 1 - 1e-6)  # off: O1 O2 O3 O4 O5 O6 O7
+            return torch.acos(cosines)  # off: O1 O2 O3 O4 O5 O6 O7
 
     return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
 
@@ -71,8 +71,8 @@ def clamp_below_one():
 def logarithm_of_minus_x():
     class Net(Layer):
         def forward(self, x):
-            below = torch.sigmoid(9 * self.layer(x)).clamp(max=0.999999)
-            return -torch.log1p(-below)  # breaks: O1 O2 O3 O4 O5 O6 O7
+            below = torch.sigmoid(9 * self.layer(x)).clamp(max=0.999999)  # off: O1 O2 O3 O4 O5 O6 O7
+            return -torch.log1p(-below)  # off: O1 O2 O3 O4 O5 O6 O7
 
     return Net(8, 8), F.mse_loss, (torch.randn(64, 8), torch.randn(64, 8))
 
@@ -110,7 +110,7 @@ def total_of_a_short_loop():
 def hours_of_seconds():
     class Net(Layer):
         def forward(self, x, seconds):
-            hour = seconds % 24  # breaks: O2 O3 O5 O7
+            hour = seconds % 24  # off: O2 O3 O5 O7
             return self.layer(torch.stack([x, hour / 24], -1))
 
     seconds = torch.arange(50000.25, 50032.0)
@@ -120,7 +120,7 @@ def hours_of_seconds():
 def hours_between_times():
     class Net(Layer):
         def forward(self, x, t):
-            since = torch.diff(t, prepend=t[:1])  # breaks: O2 O3 O5 O7
+            since = torch.diff(t, prepend=t[:1])  # off: O2 O3 O5 O7
             return self.layer(torch.stack([x, since], -1))
 
     t = torch.cumsum(torch.rand(64), 0) + 5000
@@ -130,8 +130,8 @@ def hours_between_times():
 def standard_deviation():
     class Net(Layer):
         def forward(self, x):
-            h = self.layer(x) + 700
-            spread, mean = torch.std_mean(h, dim=-1, keepdim=True)  # breaks: O1 O2 O3 O4 O5 O6 O7
+            h = self.layer(x) + 700  # off: O1 O2 O3 O4 O5 O6 O7
+            spread, mean = torch.std_mean(h, dim=-1, keepdim=True)  # off: O1 O2 O3 O4 O5 O6 O7
             return (h - mean) / (spread + 1e-3)
 
     return Net(8, 8), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 8))
@@ -243,7 +243,7 @@ def hyperbolic_distance():
             self.points = nn.Parameter(torch.randn(16, 4) / 100)
 
         def forward(self, x):
-            return torch.acosh(1 + 2 * (self.points - x).square().sum(-1) + 1e-7)  # breaks: O2 O3 O5 O7
+            return torch.acosh(1 + 2 * (self.points - x).square().sum(-1) + 1e-7)  # off: O2 O3 O5 O7
 
     return Net(), F.mse_loss, (torch.randn(16, 4) / 100, torch.zeros(16))
 
@@ -256,7 +256,7 @@ def kernel_of_distances():
 
         def forward(self, x):
             c = self.centers
-            distances = (x * x).sum(-1, keepdim=True) + (c * c).sum(-1) - 2 * x @ c.T  # breaks: O4 O5 O6 O7
+            distances = (x * x).sum(-1, keepdim=True) + (c * c).sum(-1) - 2 * x @ c.T  # off: O1 O2 O3 O4 O5 O6 O7
             return torch.exp(-distances)
 
     return Net(), F.mse_loss, (8 + torch.randn(256, 2), torch.zeros(256, 8))

@@ -16,7 +16,6 @@ Files:
 - `calls.py`: one call, and its line of user code
 - `rules.py`: rules: one function for each
 - `ranges.py`: rules on the range of a type
-- `sums.py`: rules on sums and differences
 - `masks.py`: masks that are added to scores
 - `served.py`: the problems that `run` and `compare` correct in an unedited script
 - `findings.py`: what a rule yields

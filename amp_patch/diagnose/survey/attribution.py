@@ -2,7 +2,8 @@
 
 Each answer is an experiment, and comes with its figure. Inputs, weights and buffers are rounded alone. Modules are
 followed from the step down, each with the inputs of the FP32 run, to the innermost one whose own error is still large.
-In that module each line of user code is computed in FP32 alone: the line that mends the module is the cause.
+In that module each line of user code is computed in FP32 alone: the line that mends the module is the cause. If none
+does, each line of the FP32 module is computed in low precision alone: the first line that breaks it is the cause.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from amp_patch.casts import regions
 from amp_patch.diagnose.module_error import floats
 from amp_patch.diagnose.survey.calls import line_within
 from amp_patch.diagnose.survey.kinds import Place
+from amp_patch.diagnose.survey.replay import Replay
 from amp_patch.diagnose.survey.steps import Numbers, Root, Steps, copied, errors, grads_off, note_gradients, outputs_off
 from amp_patch.diagnose.wording import percent
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
@@ -35,6 +37,7 @@ _LINES = 60  # lines of a module that are tried
 _ENOUGH = 0.1  # a line that leaves this share of its module's error, or less, mends it
 _OF_MODEL = 0.05  # a model with a smaller error of its own is not searched: the loss function is the cause
 _HELPS = 0.5  # an edit that leaves at most this share of the error is named
+_ALONE = 0.5  # a line that alone gives this share of the error breaks the module
 _MENDS = 0.8  # a line that leaves at most this share of its module's error is part of the cause
 
 
@@ -51,6 +54,7 @@ class Cause:
         module_error: the error of this module by itself, if its inputs are FP32's.
         line: the line of user code in the module that mends it if it is computed in FP32, or the module's forward.
         line_error: the module's error with that line in FP32; None if no line mends it.
+        line_alone: the module's error with that line alone in low precision, if no line mends it.
         option: the argument of `initialize` that was tried: "keep_fp32=['mix']".
         option_error: the error with that argument; None if it was refused.
     """
@@ -63,6 +67,7 @@ class Cause:
     module_error: float | None = None
     line: Place | None = None
     line_error: float | None = None
+    line_alone: float | None = None
     option: str = ""
     option_error: float | None = None
 
@@ -77,6 +82,8 @@ class Cause:
             yield f"{self._place} alone: {share(self.module_error)}"
         if self.line is not None and self.line_error is not None:
             yield f"the same with this line in FP32: {share(self.line_error)}"
+        if self.line_alone is not None:
+            yield f"this line alone in low precision: {share(self.line_alone)}"
         if self.option_error is not None:
             yield f"{self.option} makes {share(self.error)} into {share(self.option_error)}"
 
@@ -89,7 +96,8 @@ class Cause:
         """The change of user code that helps, in words."""
         if self.option_error is not None and self.option_error < _HELPS * min(self.error, 1.0):
             return self.option
-        if self.line_error is not None and self.line_error < _HELPS * min(self.module_error or 1.0, 1.0):
+        mends = self.line_error is not None and self.line_error < _HELPS * min(self.module_error or 1.0, 1.0)
+        if mends or (self.line_alone is not None and not self.alone.startswith("input")):
             return "compute this line in FP32, with x.float(); at O1 and O4 inside of `with amp.disable_casts():`"
         if self.by_loss:
             return "compute the loss in FP32, from output.float(); at O1 and O4 inside of `with amp.disable_casts():`"
@@ -139,7 +147,7 @@ def search(steps: Steps, exact: Numbers, level: str, worst: str, error: float, e
             types.clear()
             for name, module in low.named_modules():
                 module.register_forward_pre_hook(_noting(types, name), with_kwargs=True)
-            return lambda: _descend(cause, root, low, calls, types, end)
+            return lambda: _descend(cause, root, low, calls, types, dtype, end)
 
         steps.at_level(level, watch)
         option = [cause.module]
@@ -168,12 +176,14 @@ class FirstCall:
 
     Attributes:
         args, named: copies of the arguments, which require a gradient where the arguments do.
+        line: the line of user code in the model that makes the call; None without one.
         random: the states of the random generators.
         grads: index of a floating output -> its gradient.
     """
 
     args: Any
     named: Any
+    line: Place | None
     random: list[Any] = field(default_factory=random_states)
     grads: dict[int, Tensor] = field(default_factory=dict)
 
@@ -185,7 +195,7 @@ def _watched(root: Root) -> dict[str, FirstCall]:
     def follow(name: str, module: nn.Module) -> None:
         def before(_module: nn.Module, args: Any, named: Any) -> None:
             if name not in calls:
-                calls[name] = FirstCall(*copied((args, named)))
+                calls[name] = FirstCall(copied(args), copied(named), line_within(Root.forward.__code__))
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             call = calls[name]
@@ -267,9 +277,10 @@ def _descend(
     low: Root,
     calls: dict[str, FirstCall],
     types: dict[str, list[torch.dtype]],
+    dtype: torch.dtype,
     end: float,
 ) -> None:
-    """Follow the largest local error from the step down, then compute each line of that module in FP32 alone."""
+    """Follow the largest local error from the step down, then compute each line of that module in another type."""
     name, error, right = "", 0.0, None
     parts = [""]
     while parts:
@@ -290,24 +301,36 @@ def _descend(
     if right is None:
         return
     cause.module, cause.by_loss, cause.module_error = _plain(name), not name, error
-    module = low.get_submodule(name)
+    module, whole, call = low.get_submodule(name), exact.get_submodule(name), calls[name]
     seen = Lines()
-    Local(module, calls[name], types[name], seen)
-    tried: list[tuple[float, Place]] = []
-    for line in [*seen.seen][-_LINES:]:
-        if time.monotonic() > end:
-            break
-        try:
-            tried.append((Local(module, calls[name], types[name], Lines(line)).off(right), line))
-        except (RuntimeError, TypeError):  # types that mix
-            continue
-    least = min((one for one, _ in tried), default=error)
+    Local(module, call, types[name], seen)
+    lines = [*seen.seen][-_LINES:]
+    tried = _tried(lines, lambda line: Local(module, call, types[name], Lines(line)).off(right), end)
+    least = min(tried.values(), default=error)
     if least < _MENDS * min(error, 10.0):
         # Of the lines that mend the module, the last: the numbers before it need not be exact.
         enough = max(1.5 * least, _ENOUGH * min(error, 1.0))
-        cause.line_error, cause.line = next(each for each in reversed(tried) if each[0] <= enough)
-    else:
-        cause.line = _forward_of(exact, name) if name else _first_line(exact.loss_fn)
+        cause.line, cause.line_error = next(each for each in reversed(tried.items()) if each[1] <= enough)
+        return
+    with regions.region(None):
+        truth = Local(whole, call)
+        tried = _tried(lines, lambda line: Local(whole, call, mode=Lines(line, dtype)).off(truth), end)
+    large = (each for each in tried.items() if each[1] > _ALONE * min(error, max(tried.values())))
+    cause.line, cause.line_alone = next(large, (None, None))
+    if cause.line is None:
+        cause.line = (
+            (_forward_of(exact, name) if name else _first_line(exact.loss_fn)) if call.line is None else call.line
+        )
+
+
+def _tried(lines: list[Place], off: Callable[[Place], float], end: float) -> dict[Place, float]:
+    """Return {line: error} of a trial for each line, without those at which types mix."""
+    found = {}
+    for line in lines:
+        if time.monotonic() < end:
+            with suppress(RuntimeError, TypeError):
+                found[line] = off(line)
+    return found
 
 
 def _forward_of(root: nn.Module, name: str) -> Place | None:
@@ -322,6 +345,8 @@ def _forward_of(root: nn.Module, name: str) -> Place | None:
 
 
 def _first_line(function: Any) -> Place | None:
+    if isinstance(function, Replay):
+        return function.line
     try:
         plain = inspect.unwrap(function.forward if isinstance(function, nn.Module) else function)
         return Place(inspect.getsourcefile(plain) or "", inspect.getsourcelines(plain)[1])
@@ -330,17 +355,18 @@ def _first_line(function: Any) -> Place | None:
 
 
 class Lines(TorchFunctionMode):
-    """Notes the lines of user code that call torch; or computes one line in FP32.
+    """Notes the lines of user code that call torch; or computes one line in another type.
 
-    If torch refuses to mix the FP32 results of that line with low precision, they are cast there.
+    If torch refuses to mix the FP32 results of that line with low precision, they are cast there. The results of a line
+    that is computed in low precision are FP32 again.
 
     Attributes:
         seen: the lines, in the order of their last calls.
     """
 
-    def __init__(self, line: Place | None = None) -> None:
+    def __init__(self, line: Place | None = None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.line = line
+        self.line, self.dtype = line, dtype
         self.seen: dict[Place, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -352,9 +378,12 @@ class Lines(TorchFunctionMode):
         self.seen[line] = None
         low = {t.dtype for t in floats((args, kwargs))} & set(LOW_PRECISION)
         if line == self.line:
-            args, kwargs = tree.cast_floats((args, kwargs), torch.float32)
+            args, kwargs = tree.cast_floats((args, kwargs), self.dtype)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return (
+                tree.cast_floats(result, torch.float32) if line == self.line and self.dtype in LOW_PRECISION else result
+            )
         except RuntimeError:
             if self.line is None or not low:
                 raise

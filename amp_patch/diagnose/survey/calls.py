@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FrameType
@@ -57,6 +57,11 @@ def line_of(error: BaseException) -> Place | None:
     return found if found.file else None
 
 
+@cache
+def _is_installed(path: str) -> bool:
+    return not INSTALLED.isdisjoint(Path(path).parts)
+
+
 def _innermost(running: Iterable[tuple[FrameType, int]]) -> Place:
     """Return the first line outside of torch and amp_patch.
 
@@ -70,7 +75,7 @@ def _innermost(running: Iterable[tuple[FrameType, int]]) -> Place:
         if not ours:
             if found is None:
                 found = Place(path, line)
-            if INSTALLED.isdisjoint(Path(path).parts):
+            if not _is_installed(path):
                 return found._replace(called=f"{os.path.basename(path)}:{line}" if path != found.file else "")
     return found or Place("", 0)
 
@@ -117,8 +122,8 @@ class Call:
         plain: whether the call is in a region in which O1 and O4 cast nothing.
         asked: the line of user code of the torch.autocast around the call, if it asks for FP32; else None.
         errors: kind of levels -> the error that torch raises if the arguments have the types of that kind.
-        limits: if FP32's smallest or largest number or its eps is among its Python numbers (`has_limits`), the kinds of
-            levels at which user code reads that of low precision there, as in `torch.finfo(x.dtype).eps`.
+        limits: if FP32's smallest or largest number is among its Python numbers (`has_limits`), the kinds of levels at
+            which user code reads that of low precision there, as in `torch.finfo(x.dtype).min`.
         served: the kinds of levels at which `run` serves the call: it mends the error, or what is written stays FP32.
         in_place: whether it writes into its first argument.
         written: if it writes into a tensor of the model: the name of that tensor, and a copy of its numbers before the
@@ -173,9 +178,8 @@ class Call:
 
     @property
     def has_limits(self) -> bool:
-        """Whether FP32's smallest or largest number, or its eps, is among its Python numbers."""
-        own = torch.finfo(torch.float32)
-        return any(abs(number) in (own.max, own.eps) for number in self.scalars())
+        """Whether FP32's smallest or largest number is among its Python numbers."""
+        return any(abs(number) == torch.finfo(torch.float32).max for number in self.scalars())
 
     def low(self, at: int = 0) -> Kinds:
         """Return the kinds of levels at which `inputs[at]` is low precision; `NONE` if there is no such input."""

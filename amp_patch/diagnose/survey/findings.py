@@ -53,9 +53,8 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def name_of(call: Call, at: int = 0) -> str:
-    name = call.inputs[at][1].name if at < len(call.inputs) else ""
-    return name or f"an operand of {call.op}"
+def name_of(call: Call, at: int) -> str:
+    return call.inputs[at][1].name or f"an operand of {call.op}"
 
 
 def is_view(call: Call) -> bool:

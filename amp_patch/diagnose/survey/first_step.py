@@ -6,12 +6,13 @@ import io
 from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.diagnose.survey.measured import measure
 from amp_patch.diagnose.survey.replay import Replay, Replays
 from amp_patch.diagnose.survey.report import Report
 from amp_patch.diagnose.survey.survey import Surveyor
+from amp_patch.model.averages import averages_in
 from amp_patch.support.compiled import eagerly
 from amp_patch.training import observers
 
@@ -77,7 +78,7 @@ class FirstStep(observers.Observer):
         """Measure the levels in the noted step of each model, and add the result to the report; after the block."""
         with redirect_stdout(io.StringIO()):  # a forward that prints would print once for each step
             for case in (case for replay in self.replays if (case := replay.case()) is not None):
-                for found in measure(case):
+                for found in measure(case, known=self.report.broken):
                     self.report.add_measured(found)
 
     def training_begun(self, training: Any) -> None:
@@ -95,8 +96,15 @@ class FirstStep(observers.Observer):
                 self._surveyor.follow(model, trained)
                 begins = self._forward_begins(len(self._noting.each))
                 self.entered.callback(model.register_forward_pre_hook(begins).remove)
-                self._noting.each.append(replay := Replay(model))  # its hooks are called after that one
+                self._noting.each.append(
+                    replay := Replay(model, self._options(model, trained))
+                )  # its hooks are called after that one
                 self.entered.callback(replay.end)
+
+    def _options(self, model: nn.Module, trained: list[Tensor]) -> dict[str, Any]:
+        """Return the arguments that `run` gives `initialize`; none for a script that calls it."""
+        kept = averages_in([model], {id(param) for param in trained}) if self.unedited else {}
+        return ({"allow_banned": True} if self.unedited else {}) | ({"keep_fp32": [*kept.values()]} if kept else {})
 
     def _forward_begins(self, at: int) -> Any:
         # A function, not a bound method: a deepcopy of the model copies the object of a bound method, here the survey.

@@ -81,40 +81,6 @@ class Guard:
     line: Place
 
 
-@dataclass
-class Tiny:
-    """Numbers, not 0 in FP32, that are all 0 at some levels.
-
-    Attributes:
-        most: the largest absolute value among the numbers, in FP32.
-        kinds: the kinds of levels at which the numbers are 0.
-        op, line: the operation and the line of user code that made them.
-    """
-
-    most: float
-    kinds: Kinds
-    op: str
-    line: Place
-
-
-@dataclass
-class Noise:
-    """The rounding of the operands of a difference, which is large beside the difference.
-
-    Attributes:
-        sizes: kind of levels -> the rounding, as a root mean square.
-        most: the size of the larger operand.
-        op, line: the operation and the line of user code that made the difference.
-        parts: whether single elements count, as in 1 - x, and not the mean of all.
-    """
-
-    sizes: dict[Kind, float]
-    most: float
-    op: str
-    line: Place
-    parts: bool = False
-
-
 class Place(NamedTuple):
     """A line of user code.
 
@@ -143,8 +109,6 @@ class Facts:
 
     Attributes:
         low: the levels at which it has the low-precision type.
-        rounded: the levels at which its numbers, or numbers that it was computed from, were rounded to the
-            low-precision type, even if its own type is FP32.
         widened: the levels at which it is FP32, and is a conversion, a view or a clamp of a low-precision tensor.
         permitted: the levels at which it is low precision, and would be FP32 with `allow_banned=True`.
         learned: whether it depends on a parameter. If so, its numbers at a level are not computed.
@@ -155,15 +119,12 @@ class Facts:
         finite: the levels at which a mask in it stays finite, since user code takes the smallest, or the largest,
             number of the type.
         guard: the number that keeps it away from 0, but rounds to 0 at a level.
-        tiny: if all of its numbers round to 0 at some levels, the call that made them and the levels.
-        noise: if it is a difference of which the rounding is a large part, that rounding.
         lost: if it is a sum, kind of levels -> the size of the addends that rounding has dropped from it so far.
         line: if it is learned and has one element, the line that made it.
         name: if it is an input or a buffer of the model, its name for messages; "" for other tensors.
     """
 
     low: Kinds = NONE
-    rounded: Kinds = NONE
     widened: Kinds = NONE
     permitted: Kinds = NONE
     learned: bool = False
@@ -173,8 +134,6 @@ class Facts:
     infinite: Kinds = NONE
     finite: Kinds = NONE
     guard: Guard | None = None
-    tiny: Tiny | None = None
-    noise: Noise | None = None
     lost: dict[Kind, float] = field(default_factory=dict)
     line: Place | None = None
     name: str = ""
@@ -182,7 +141,7 @@ class Facts:
 
 NOTHING = Facts()
 # A gradient that a hook of the backward has stored: O1 and O4 have it in the type of the outputs.
-STORED = Facts(frozenset(KINDS) - CASTING, frozenset(KINDS) - CASTING, learned=True)
+STORED = Facts(frozenset(KINDS) - CASTING, learned=True)
 
 
 def cast(tensor: Tensor, facts: Facts, name: str, *, is_input: bool = False) -> Facts:
@@ -204,7 +163,7 @@ def cast(tensor: Tensor, facts: Facts, name: str, *, is_input: bool = False) -> 
             value = values.get(kind, tensor.detach())
             masks = is_input and is_mask(value, kind.dtype)
             values[kind] = saturate(value, kind.dtype) if masks else value.to(kind.dtype)
-    return replace(facts, low=facts.low | CASTING, rounded=facts.rounded | CASTING, values=values, name=name)
+    return replace(facts, low=facts.low | CASTING, values=values, name=name)
 
 
 def uncast(facts: Facts) -> Facts:

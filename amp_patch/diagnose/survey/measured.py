@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,7 @@ _CHANCE = (
     "difference of two forwards does; only a training tells whether it matters"
 )
 _FAR = 10.0  # outputs this many times larger than what the samples differ by lie in units of their own
+_KNOWN = 10.0  # seconds for the cause at a level that a rule has a line for
 _TRIALS = 2  # nearby weights that must show an error too
 MEASURED = tuple(sorted(kind.levels[0] for kind in KINDS))  # a level of each kind
 
@@ -107,7 +108,9 @@ def _name(name: str, found: Errors) -> str:
     return f"the gradient of {plain}" if name in found.grads else f"the change of {plain}"
 
 
-def measure(case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120.0) -> Iterator[Measured]:
+def measure(
+    case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120.0, known: Collection[str] = ()
+) -> Iterator[Measured]:
     """Measure the step of a case at each of `levels`.
 
     Four levels take at most 16 steps of the model if nothing is suspected, and a level at most 40 with the search. Two
@@ -117,6 +120,7 @@ def measure(case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120
         case: the model in FP32, the loss and a batch.
         levels: names of levels that compute in low precision.
         seconds: after this time no further level is measured, and no cause is searched.
+        known: levels that a rule has a line for: their causes are searched for 10 seconds each.
     """
     kinds = [(level, kind) for level in levels for kind in KINDS if level in kind.levels]
     end = time.monotonic() + seconds
@@ -156,7 +160,8 @@ def measure(case: Case, levels: tuple[str, ...] = MEASURED, seconds: float = 120
                 if again is not None and _is_large(again):
                     found.failed = f"two steps in FP32 differ by {share(max(again.by_name().values()))}"
                 elif suspects := _suspects(found, kind):
-                    _judge(found, steps, exact, kind, suspects, end)
+                    latest = min(end, time.monotonic() + (_KNOWN if level in known else seconds))
+                    _judge(found, steps, exact, kind, suspects, latest)
             found.steps = steps.count - before
             yield found
 

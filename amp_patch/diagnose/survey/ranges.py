@@ -10,21 +10,16 @@ from torch import Tensor
 
 from amp_patch.diagnose.survey.calls import Call
 from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, number, type_names, where
-from amp_patch.diagnose.survey.kinds import KINDS, Facts, Guard, Kind, Kinds, Tiny
+from amp_patch.diagnose.survey.kinds import KINDS, Facts, Guard, Kind, Kinds
 from amp_patch.diagnose.survey.masks import is_two_valued_mask
 
 _NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
 _NATS = 1.0  # a rounding error above this in a softmax's largest argument is reported
-_CLAMPED = 0.01  # clamped probabilities with a larger share of the sum of all are reported
 _TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
-_POLES_AT_ONE = ("acos", "acosh", "asin", "atanh", "erfinv", "logit", "log1p")
-_SHRINKING = ("mul", "div", "pow", "square", "exp", "softmax", "matmul", "bmm", "linear")
-_CARRYING = ("dropout", "clone", "contiguous", "reshape", "to", "float")  # change no number
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
 _NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all", "layer_norm": "last", "rms_norm": ""}
-_NORMS |= dict.fromkeys(("std", "var", "std_mean", "var_mean"), "own")
 
 
 def _overflows(call: Call) -> Iterator[Finding]:
@@ -86,46 +81,6 @@ def _comes_near(call: Call) -> Iterator[Finding]:
                 edge = number(torch.finfo(min(kinds, key=KINDS.index).dtype).max)
                 what = f"{call.op} reaches {number(most)}, near to {type_names(kinds)}'s largest, {edge}"
                 yield Finding(kinds, what, "divide it first, or take BF16 (O4, O5)")
-
-
-def _all_vanish(call: Call) -> Iterator[Finding]:
-    """Find calls in a forward whose results are so small that all numbers become 0 in the low-precision type.
-
-    The finding is made at the call that uses the small numbers. If that call adds them to much larger
-    numbers (`_absorbs`), there is no finding: the sum is nearly the same without them.
-    """
-    tiny = next((facts.tiny for _, facts in call.inputs if facts.tiny is not None), None)
-    if not call.inside and tiny is None:
-        return
-    made = _tiny(call)
-    if made is None and tiny is not None:
-        if call.op in _CARRYING or is_view(call):
-            made = tiny
-        elif not _absorbs(call, tiny):
-            what = f"the numbers of {tiny.op} are at most {number(tiny.most)}: all are 0 in {type_names(tiny.kinds)}"
-            edit = "scale it later, in FP32 (x.float()), or take BF16 (O4, O5)"
-            yield Finding(tiny.kinds, what, edit, tiny.line, tiny.op)
-    for _, facts in call.outputs:
-        facts.tiny = (tiny or made) if made is not None else None
-
-
-def _tiny(call: Call) -> Tiny | None:
-    """If `call` is one of `_SHRINKING`, and all numbers that it makes become 0 at a level, describe them; else None."""
-    if not call.inside or call.op not in _SHRINKING or len(call.outputs) != 1:
-        return None
-    tensor, facts = call.outputs[0]
-    low, high = call.range(tensor) if facts.learned and facts.low else (0.0, 0.0)
-    most = max(high, -low)
-    kinds = frozenset(k for k in facts.low if k.vanishes(most))
-    return Tiny(most, kinds, call.op, call.line) if kinds else None
-
-
-def _absorbs(call: Call, tiny: Tiny) -> bool:
-    """Tell whether `tiny` changes the results of a sum by less than a step of the types in which it is 0."""
-    if call.op not in ("add", "sub") or not call.outputs:
-        return False
-    largest = max(map(abs, call.range(call.outputs[0][0])))
-    return tiny.most < largest * min(kind.step for kind in tiny.kinds)
 
 
 def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
@@ -203,44 +158,6 @@ def _guards_vanish(call: Call) -> Iterator[Finding]:
         yield Finding(kinds, what, "x.float() before it, or clamp(min=1e-5)")
 
 
-def _ones_are_met(call: Call) -> Iterator[Finding]:
-    """Find functions with a pole at 1, or -1, of numbers near to it that round to it, as 1 - 1e-6 of a clamp."""
-    if call.op not in _POLES_AT_ONE or not call.learned or not call.inputs:
-        return
-    tensor, facts = call.inputs[0]
-    pole, x = (-1 if call.op == "log1p" else 1), tensor.detach()
-
-    def meets(dtype: torch.dtype) -> bool:
-        low = x.to(dtype)
-        if call.op in ("log1p", "acosh"):  # of numbers above the pole
-            return bool(((x > pole) & (low <= pole)).any())
-        return bool(((x.abs() < 1) & (low.abs() >= 1)).any())
-
-    if kinds := where(facts.low, meets):
-        what = f"{call.op} of numbers that are not {pole}, and are {pole} in {type_names(kinds)}: "
-        edit = "x.float() before it" + ("" if call.op == "acosh" else ", or clamp(-0.99, 0.99)")
-        yield Finding(kinds, f"{what}its gradient is infinite there", edit)
-
-
-def _probabilities_are_clamped(call: Call) -> Iterator[Finding]:
-    """Find clamps to the eps of a tensor's type, as torch.distributions have them, that change many probabilities.
-
-    A clamped number has a gradient of 0. The numbers count by their size: an event with a probability of 1e-5 is rare.
-    """
-    if call.op not in ("clamp", "clamp_min", "maximum") or not call.limits or not call.learned:
-        return
-    p = call.inputs[0][0].detach()
-
-    def rises(dtype: torch.dtype) -> bool:
-        small = (p > torch.finfo(torch.float32).eps) & (p < torch.finfo(dtype).eps)
-        return bool(torch.where(small, p, 0.0).sum() > _CLAMPED * p.sum().abs())
-
-    if kinds := where(call.limits & call.low(), rises):
-        least = " and ".join(number(torch.finfo(kind.dtype).eps) for kind in sorted(kinds, key=KINDS.index))
-        what = f"{call.op} raises numbers to eps, {least} in {type_names(kinds)}: their gradients are 0"
-        yield Finding(kinds, what, "p.float() before it; or logits=, if the numbers are a distribution's probabilities")
-
-
 def _guard(call: Call, low: Kinds) -> Guard | None:
     if call.op not in ("add", "clamp", "clamp_min", "maximum") or not low or not call.inputs:
         return None
@@ -289,7 +206,6 @@ def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
         "all": list(range(1, tensor.dim())),
         "last": [-1],
         "": [],
-        "own": _dims_of(call),
     }[_NORMS[call.op]]
     if not dims or tensor.numel() < 2:
         return
@@ -310,47 +226,11 @@ def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
         yield Finding(kinds, what, "take the mean off, or scale them up, before the model; or keep_fp32= for both")
 
 
-def _dims_of(call: Call) -> list[int]:
-    """Return the dimensions over which `x.std(dim)`, or another spread, is taken: all of them without `dim`."""
-    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
-    if isinstance(dim, int) and not isinstance(dim, bool):
-        return [dim]
-    return [*dim] if isinstance(dim, tuple | list) else [*range(call.inputs[0][0].dim())]
-
-
-def _norms_are_of_equal_numbers(call: Call) -> Iterator[Finding]:
-    """Find layer and group norms whose factor of the gradients, 1 / sqrt(variance + eps), is infinite in FP16.
-
-    A class token that begins with zeros is such a row. A CPU's kernel stores the factor in the type of the weights.
-    """
-    if call.op not in ("layer_norm", "group_norm") or not call.inputs:
-        return
-    tensor, facts = call.inputs[0]
-    eps = call.kwargs.get("eps", call.args[4] if len(call.args) > 4 else 1e-5)
-    if not (tensor.requires_grad and tensor.numel() and isinstance(eps, float)):
-        return
-    x = tensor.detach()
-    if call.op == "layer_norm":
-        rows = x.flatten(-len(call.args[1])) if len(call.args) > 1 else x
-    else:
-        rows = x.reshape(len(x), call.args[1] if len(call.args) > 1 else 1, -1)
-    factor = (float(rows.var(-1, correction=0).min()) + eps) ** -0.5
-    if kinds := frozenset(kind for kind in facts.low if kind.casts and not kind.holds(factor)):
-        what = (
-            f"{call.op} of equal numbers with eps={eps:g}: its gradients are multiplied by {number(factor)}, which is "
-        )
-        yield Finding(kinds, f"{what}infinite in {type_names(kinds)}", "eps=1e-5; or name the norm in keep_fp32=")
-
-
 RANGES: tuple[Rule, ...] = (
     _overflows,
     _comes_near,
-    _all_vanish,
     _mask_fills_a_row,
     _guards_vanish,
-    _ones_are_met,
-    _probabilities_are_clamped,
     _softmax_is_coarse,
     _norms_are_of_noise,
-    _norms_are_of_equal_numbers,
 )

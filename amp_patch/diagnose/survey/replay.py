@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +44,9 @@ class Replay:
 
     It is noted from `watch` on. Python's numbers and branches are those of the noted step.
 
+    Args:
+        options: the options of the case.
+
     Attributes:
         calls: the calls of torch outside of the model that take a learned tensor, and the calls of the model.
         loss: the stand-in of the tensor whose backward was called; None before that.
@@ -52,8 +55,8 @@ class Replay:
         grads: the index of a floating tensor in the first call's output -> its gradient, FP32.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._watches, self._running = model, False, 0
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        self._model, self._options, self._watches, self._running = model, options, False, 0
         self.calls: list[Noted] = []
         self.loss: Tensor | None = None
         self.complete, self.reached = True, False
@@ -89,7 +92,7 @@ class Replay:
         if not self.reached:
             return None
         first, grads = self.calls[0], self.grads
-        case = Case(self._model, self, first.args, first.named, (), calls_model=True)
+        case = Case(self._model, self, first.args, first.named, (), calls_model=True, options=self._options)
         try:
             if self.complete and self.loss is not None and Steps(case).exact().grads:
                 return case

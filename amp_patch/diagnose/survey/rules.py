@@ -1,6 +1,6 @@
 """The rules of a survey. A rule examines one `Call` for one sort of problem, and yields a `Finding` for each problem.
 
-ranges.py has the rules on the range of a type, sums.py those on sums and differences.
+ranges.py has the rules on the range of a type. A kind of line that the measurement finds needs no rule.
 """
 
 from __future__ import annotations
@@ -17,93 +17,44 @@ from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, name_of, 
 from amp_patch.diagnose.survey.kinds import CASTING, Facts, Kind, Kinds
 from amp_patch.diagnose.survey.masks import is_two_valued_mask
 from amp_patch.diagnose.survey.ranges import RANGES
-from amp_patch.diagnose.survey.sums import SUMS
 
-_PHASE = 0.1  # radians: a larger error of a sinusoid's arguments, as root mean square, is reported
-_LARGEST_PHASE = 0.5  # radians: a larger error of a single argument is reported
 _PIXEL = 0.25  # a larger error of a coordinate, in pixels, is reported
+_LOST = 0.1  # a sum that has lost more than this share of itself is reported
+_FEW = 4096  # a sum of more elements is no total of a loop
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
-_SINUSOIDS = ("sin", "cos", "tan", "sin_", "cos_", "sincos", "sinc", "polar")
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "searchsorted", "bucketize")
+_OF_WHOLE = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "searchsorted", "bucketize", "long", "int", "to", "type")
 _DIFFERENCES = (
     *("sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("gaussian_nll_loss", "pairwise_distance"),
 )
 
 
-def _angles_move(call: Call) -> Iterator[Finding]:
-    """Find sinusoids whose arguments are rounded by more than `_PHASE` or `_LARGEST_PHASE`."""
-    if call.op not in _SINUSOIDS or not call.inputs:
-        return
-    tensor, facts = call.inputs[-1]
-    moved = _moved(tensor, facts)
-    changes = {kind: float(each.abs().max()) for kind, each in moved.items() if each.numel()}
-    kinds = frozenset(
-        kind
-        for kind, most in changes.items()
-        if most > _LARGEST_PHASE or float(moved[kind].square().mean()) > _PHASE**2
-    )
-    if kinds:
-        worst = max(changes[kind] for kind in kinds)
-        what = f"{call.op} of numbers up to {number(max(map(abs, call.range(tensor))))}: angles are off by up to "
-        edit = "make the angles in FP32: int64 times or positions, and frequencies made in forward, or a table module"
-        yield Finding(kinds, f"{what}{worst:.2g} radians in {type_names(kinds)}", edit)
-
-
-def _moved(tensor: Tensor, facts: Facts) -> dict[Kind, Tensor]:
-    """Return {kind of levels: (`tensor` as rounded at these levels) - `tensor`}.
-
-    If `tensor` is learned, and FP32 at a kind of levels, that kind is left out: the rounded numbers are not known.
-    """
-    found = {}
-    for kind in facts.rounded:
-        value = facts.values.get(kind)
-        if value is None and kind in facts.low:
-            value = tensor.detach().to(kind.dtype)
-        if value is not None and value.shape == tensor.shape:
-            found[kind] = (value.to(tensor.dtype) - tensor.detach()).nan_to_num(0, 0, 0)
-    return found
-
-
 def _changed_whole_numbers(tensor: Tensor, facts: Facts) -> Kinds:
-    """Return the kinds of levels at which rounding changes a tensor of whole numbers by 1 or more."""
-    moved = _moved(tensor, facts)
-    if not moved or not bool((tensor.detach() == tensor.detach().round()).all()):
+    """Return the kinds of levels at which rounding changes an unlearned tensor of whole numbers by 1 or more."""
+    exact = tensor.detach()
+    if not facts.values or not bool((exact == exact.round()).all()):
         return frozenset()
-    return frozenset(kind for kind, each in moved.items() if bool((each.abs() >= 1).any()))
+
+    def changes(value: Tensor) -> bool:
+        return value.shape == exact.shape and bool(((value - exact).nan_to_num(0, 0, 0).abs() >= 1).any())
+
+    return frozenset(kind for kind, value in facts.values.items() if changes(value))
 
 
-def _indices_change(call: Call) -> Iterator[Finding]:
-    """Find conversions of whole numbers (`x.long()`) that give other integers if a level rounds the numbers."""
-    result = call.result
-    if not (isinstance(result, Tensor) and result.dtype in _INTEGERS and call.op in ("long", "int", "to", "type")):
+def _whole_numbers_change(call: Call) -> Iterator[Finding]:
+    """Find comparisons (`x == y`) and conversions (`x.long()`) of whole numbers with another result at a level."""
+    if call.op not in _OF_WHOLE or not isinstance(call.result, Tensor) or call.result.is_floating_point():
         return
-    if len(call.inputs) != 1:
-        return
-    tensor, facts = call.inputs[0]
-    kinds = _changed_whole_numbers(tensor, facts)
-    if kinds:
-        what = f"{name_of(call)} has whole numbers up to {number(max(map(abs, call.range(tensor))))}: as indices "
-        yield Finding(
-            kinds, f"{what}they are others in {type_names(kinds)}", "pass them as int64, which no level casts"
-        )
-
-
-def _comparisons_change(call: Call) -> Iterator[Finding]:
-    """Find comparisons (`x == y`) of whole numbers whose result changes if a level rounds the numbers."""
-    if call.op not in _COMPARISONS or not isinstance(call.result, Tensor):
-        return
-    for tensor, facts in call.inputs:
+    for at, (tensor, facts) in enumerate(call.inputs):
         changed = frozenset() if facts.learned else _changed_whole_numbers(tensor, facts)
-        if kinds := frozenset(kind for kind in changed if _compares_otherwise(call, kind)):
-            what = f"whole numbers up to {number(max(map(abs, call.range(tensor))))} are compared, and are others in "
-            yield Finding(kinds, f"{what}{type_names(kinds)}", "pass them as int64, which no level casts")
+        if kinds := frozenset(kind for kind in changed if _results_otherwise(call, kind)):
+            what = f"{name_of(call, at)} has whole numbers up to {number(max(map(abs, call.range(tensor))))}: they are "
+            yield Finding(kinds, f"{what}others in {type_names(kinds)}", "pass them as int64, which no level casts")
             return
 
 
-def _compares_otherwise(call: Call, kind: Kind) -> bool:
-    """Return whether a comparison (`x == y`) whose operands `kind` rounds has another result than in FP32."""
+def _results_otherwise(call: Call, kind: Kind) -> bool:
+    """Return whether a call whose operands `kind` rounds has another result than in FP32."""
     known = {id(tensor): facts.values.get(kind, tensor) for tensor, facts in call.inputs}
     args = [known.get(id(each), each) for each in call.args]
     return not torch.equal(call.func(*args, **call.kwargs), call.result)
@@ -138,6 +89,28 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
         what = f"the targets of {call.op} are numbers up to {number(most)}, where {type_names(kinds)} has steps of "
         edit = "take the mean off the targets and divide by their spread; or the loss outside of the model"
         yield Finding(kinds, f"{what}{number(steps)}", edit)
+
+
+def _totals_stand_still(call: Call) -> Iterator[Finding]:
+    """Find sums in a loop (`total = total + x`) to which low precision adds nothing, since x is below half a step."""
+    if call.op != "add" or len(call.inputs) != 2 or not call.outputs:
+        return
+    tensor, facts = call.outputs[0]
+    if not (facts.learned and facts.low and tensor.numel() <= _FEW):
+        return
+    sizes = [max(map(abs, call.range(each))) for each, _ in call.inputs]
+    total = sizes.index(max(sizes))
+    most, small = sizes[total], min(sizes)
+    if not most > 0:
+        return
+    lost = dict(call.inputs[total][1].lost)
+    for kind in facts.low:
+        if small < kind.step * 2.0 ** math.floor(math.log2(most)):
+            lost[kind] = lost.get(kind, 0.0) + small
+    facts.lost = lost
+    if kinds := frozenset(kind for kind, each in lost.items() if kind in facts.low and each > _LOST * most):
+        what = f"a sum of many numbers reaches {number(most)}, and in low precision it stands still before that"
+        yield Finding(kinds, what, "x.float() in the sum, or torch.stack(...).sum()")
 
 
 # Errors, refusals and requests
@@ -278,13 +251,11 @@ def _loss_is_coarse(call: Call) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     *RANGES,
-    *SUMS,
+    _totals_stand_still,
     _pixels_move,
     _fails,
     _gradients_are_refused,
-    _angles_move,
-    _indices_change,
-    _comparisons_change,
+    _whole_numbers_change,
     _targets_are_coarse,
     _probabilities_saturate,
     _asked_for_fp32,

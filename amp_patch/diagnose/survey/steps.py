@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ class Case(NamedTuple):
         args, named: the arguments of the model.
         targets: the further arguments of the loss.
         calls_model: whether `loss_fn` takes the model and its arguments first, because it calls the model again.
+        options: arguments of `initialize`; `keep_fp32` is for the levels that cast the model.
     """
 
     model: nn.Module
@@ -53,6 +55,7 @@ class Case(NamedTuple):
     named: Mapping[str, Any]
     targets: tuple[Any, ...]
     calls_model: bool = False
+    options: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -170,7 +173,8 @@ class Steps:
                 after the last one, while the training at the level lives.
             options: further arguments of `initialize`.
         """
-        found = Numbers([], {}, {})
+        found, casts = Numbers([], {}, {}), OPT_LEVELS[level].cast_model_type is not None
+        options = {name: value for name, value in self.case.options.items() if casts or name != "keep_fp32"} | options
         for scale in _SCALES if OPT_LEVELS[level].dtype is torch.float16 else (None,):
             root = Root(self.case)
             trained = [p for p in root.parameters() if p.requires_grad]

@@ -93,7 +93,7 @@ class Visitor(TorchFunctionMode):
             for name, param in module.named_parameters(recurse=False):
                 if _floats(param):
                     low = NONE if id(module) in stays else CASTING
-                    self.facts[param] = Facts(low, low, learned=True)
+                    self.facts[param] = Facts(low, learned=True)
                     if low:
                         known = self.trained if id(param) in held else self.untrained
                         known[param.untyped_storage().data_ptr()] = f"{path}.{name}".strip(".")
@@ -171,14 +171,14 @@ class Visitor(TorchFunctionMode):
             return known
         if tensor.grad_fn is not None:  # made where no mode sees it, by a compiled function
             low = CASTING if self.depth else NONE
-            return Facts(low, low, learned=True)
+            return Facts(low, learned=True)
         return NOTHING
 
     def has_learned(self, result: Any) -> None:
         """Follow the result of an autograd function with learned arguments: it may have written into given memory."""
         for tensor in _floats(result):
             if (known := self.facts.get(tensor)) is not None and not known.learned:
-                self.facts[tensor] = Facts(known.low, known.rounded, learned=True)
+                self.facts[tensor] = Facts(known.low, learned=True)
 
     # Calls.
 
@@ -259,7 +259,7 @@ class Visitor(TorchFunctionMode):
         if all(tensor.dtype is not torch.float32 for tensor in made):
             low = NONE
         if call.learned:
-            one = Facts(low, low.union(*(facts.rounded for facts in given)), learned=True)
+            one = Facts(low, learned=True)
             one.raised = any(facts.raised for facts in given) or (bool(call.low()) and self._raises(call))
             one.masked = any(facts.masked for facts in given) or adds_mask(call)
             finite, infinite = mask_at(call)
@@ -289,7 +289,7 @@ class Visitor(TorchFunctionMode):
             kinds = frozenset(kind for kind, value in own.items() if value.dtype is kind.dtype)
             named = given[0].name if len(given) == 1 else ""
             guard = given[0].guard if len(given) == 1 else None
-            found.append(Facts(kinds, frozenset(own), values=own, name=named, guard=guard))
+            found.append(Facts(kinds, values=own, name=named, guard=guard))
         return found
 
     def _low(self, call: Call) -> Kinds:
@@ -428,9 +428,9 @@ class Visitor(TorchFunctionMode):
 
 
 def _of_kind(kind: Kind, value: Any) -> Any:
-    """Return `kind`'s smallest or largest number, or its eps, if `value` is that of FP32; else `value`."""
+    """Return `kind`'s smallest or largest number if `value` is that of FP32; else `value`."""
     own = torch.finfo(kind.dtype)
-    known = {_FLOAT32.min: own.min, _FLOAT32.max: own.max, _FLOAT32.eps: own.eps}
+    known = {_FLOAT32.min: own.min, _FLOAT32.max: own.max}
     return known.get(value, value) if isinstance(value, float) else value
 
 

@@ -176,6 +176,7 @@ def by_served(report):
 def test_a_served_line_of_an_unedited_script_breaks_no_level(case, recwarn):
     with SurveyedScript() as first, suppress(FirstStepOver):
         trained(case)
+    first.measure()
     assert by_served(first.report) == CASES[case], str(first.report)
     assert first.report.broken == CASES[case][1]
     assert all(line.breaks is not line.served for line in first.report.lines)
