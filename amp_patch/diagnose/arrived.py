@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.diagnose.module_error import distance, floats, is_random
+from amp_patch.diagnose.survey.kinds import KINDS
+from amp_patch.diagnose.survey.measured import measure
+from amp_patch.diagnose.survey.replay import Replay
 from amp_patch.model.forward import policy_of
 from amp_patch.model.fp32_copies import fp32_copy
+from amp_patch.policy import Policy
 from amp_patch.support import tree
 from amp_patch.support.random_states import random_states, restored_random_states
 
@@ -87,3 +91,15 @@ def can_compare(model: nn.Module) -> bool:
         is_random(module) or vars(module)["_forward_hooks"] or vars(module)["_forward_pre_hooks"]
         for module in model.modules()
     )
+
+
+def cause_of(replay: Replay, policy: Policy) -> str:
+    """Return the line that the error of modules' inputs comes from, with its figures; "" if none is found.
+
+    The gradients of the model's output stand for the loss.
+    """
+    casts = policy.cast_model_type is not None
+    level = next(kind.levels[0] for kind in KINDS if (kind.casts, kind.dtype) == (casts, policy.dtype))
+    case = replay.case()
+    cause = None if case is None else next(measure(case, (level,), seconds=60.0)).cause
+    return "" if cause is None or cause.line is None else f"{cause.line.shown}: {cause}"

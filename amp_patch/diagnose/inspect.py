@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.diagnose.arrived import ExactInputs, can_compare
+from amp_patch.diagnose.arrived import ExactInputs, can_compare, cause_of
 from amp_patch.diagnose.call_log import CallLog, Frame, on_gradient
 from amp_patch.diagnose.culprit import Call, StepLog
 from amp_patch.diagnose.found_scaler import FoundScaler
@@ -20,6 +20,7 @@ from amp_patch.diagnose.histogram import Histogram
 from amp_patch.diagnose.inspection import Inspection, NotFinite
 from amp_patch.diagnose.lost_updates import UpdateMeter
 from amp_patch.diagnose.module_error import floats, is_random, relative_error
+from amp_patch.diagnose.survey.replay import Replay
 from amp_patch.model.forward import policy_of
 from amp_patch.model.keep_high import HighModule
 from amp_patch.model.kept_module import KeptModule
@@ -37,7 +38,7 @@ _ATTRIBUTES = ("__get__", "__set__", "__delete__")  # `x.data`, `x.grad`
 
 
 @contextmanager
-def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> Iterator[Inspection]:
+def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None, line: bool = True) -> Iterator[Inspection]:
     """Inspect the numbers of `model` in the training steps that run in the block::
 
         with amp.inspect(model, optimizer) as seen:
@@ -49,14 +50,14 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
 
     Cost of a step: a pass over all activations and gradients; for `errors`, an FP32 forward of each module that calls
     no other; for `arrived`, a forward of an FP32 copy of the model, whose inputs of modules stay in memory until the
-    forward ends; and a sync when the optimizer begins to step. Compiled code runs eagerly in the block, because a
-    compiled graph hides its functions. After the block nothing stays installed in the model or the process. No tensor
-    of a step is referenced after the step.
+    forward ends; a sync when the optimizer begins to step. Compiled code runs eagerly in the block, because a compiled
+    graph hides its functions. After the block nothing stays installed, and no tensor of a step is referenced.
 
     Args:
         model: the model that `initialize` returned, or any module. A wrapper (DataParallel) is replaced by its module.
         optimizers: one or more optimizers of the model. Their loss scale is divided out of the gradients, and their
             steps are counted. Without them, gradients stay scaled and the whole block is one step.
+        line: whether to search the line that gives modules an input with an error above 5 %, for up to 60 seconds.
         scaler: the scaler of the loss. Needed only if its class does not derive from torch.amp.GradScaler: those are
             found automatically. A step that the scaler skips is counted too.
 
@@ -75,6 +76,9 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
         seen.high = [_plain(name) for name, module in model.named_modules() if isinstance(module, HighModule)]
     with ExitStack() as stack:
         log = _NumberLog(model, targets, scaler, seen, stack)
+        stack.callback((replay := Replay(model, {})).end)
+        if line and log.exact is not None:
+            replay.watch()
         try:
             with log:
                 yield seen
@@ -88,6 +92,8 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
             else:
                 scales = (scale for target in targets if (scale := observers.loss_scale_of(target)) is not None)
                 seen.scale = next(scales, seen.scale)
+    if line and policy is not None and seen.off is not None:
+        seen.cause = cause_of(replay, policy)
 
 
 class _unlogged:

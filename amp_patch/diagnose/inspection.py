@@ -14,7 +14,7 @@ from amp_patch.diagnose.tables import Part, Table, as_html, as_text
 from amp_patch.diagnose.wording import percent, power_in_ascii, short, two
 
 _OFF = 0.05  # an error of what arrives at a module that is told
-_WAY_OUT = "amp.survey names lines that round it"
+_WAY_OUT = "amp.survey names lines that round it"  # if the search has found no line
 _ERRORS = "relative error against FP32"
 
 
@@ -67,6 +67,8 @@ class Inspection:
         arrived: name of a module without submodules, in the order of calls -> the relative error of its input against
             the input of the same module in an FP32 copy of the model: what came in, where `errors` has what the module
             made. Empty for a model without `initialize`, with hooks of user code, or that draws random numbers.
+        cause: the line that the error of the inputs comes from, with its figures; "" if `arrived` is small, or if no
+            line was found.
         not_finite: the call that made the first number that is not finite; None if all were finite. Infinities that
             user code asks for (`masked_fill(mask, -inf)`), or passes in, do not count.
         updates: the counts of updates to FP32 weights and masters, and of those that low-precision weights would lose:
@@ -84,6 +86,7 @@ class Inspection:
     activation_gradients: dict[str, Histogram] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     arrived: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
     not_finite: NotFinite | None = None
     updates: Updates = field(default_factory=Updates)
     scale: float = 1.0
@@ -101,6 +104,12 @@ class Inspection:
     def for_fp16(self) -> bool:
         """Whether FP16's range matters: a tensor was FP16, or all were FP32 and may become FP16."""
         return self.all_fp32 or torch.float16 in self.low
+
+    @property
+    def off(self) -> tuple[str, float] | None:
+        """The first module whose input has an error above 5 %, and the error; None if all numbers are not finite."""
+        large = ((name, each) for name, each in self.arrived.items() if each > _OFF)
+        return next(large, None) if self.not_finite is None else None
 
     def keep_fp32(self, error: float = 0.05, flushed: float = 0.5) -> list[str]:
         """Return the names of the modules to pass to `initialize(keep_fp32=...)`, the most important first:
@@ -146,10 +155,11 @@ class Inspection:
         of_fp16 = f", the best one {power_in_ascii(best)}" if self.for_fp16 else ""
         yield f"{self.step} steps; loss scale {power_in_ascii(self.scale)}{of_fp16}"
         yield f"not finite: {self.not_finite or 'nothing'}"
-        off = next(((name, each) for name, each in self.arrived.items() if each > _OFF), None)
-        yield self._errors(rows, came_in=off is not None and self.not_finite is None)
-        if off is not None and self.not_finite is None:
-            yield f"from {off[0]} on, inputs are off from those of an FP32 copy, there by {two(off[1])}: {_WAY_OUT}"
+        yield self._errors(rows, came_in=self.off is not None)
+        if self.off is not None:
+            name, error = self.off
+            why = self.cause or _WAY_OUT
+            yield f"from {name} on, inputs are off from those of an FP32 copy, there by {two(error)}: {why}"
         if self.for_fp16:
             yield self._losses(best, rows)
         if (share := self.updates.lost()) is not None:

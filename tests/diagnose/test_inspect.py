@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect as inspect_source
 import math
 from functools import partial
 
@@ -335,3 +336,38 @@ def test_inspect_compares_inputs_of_modules_to_those_of_an_fp32_copy(level):
     assert ("from time on, inputs are off" in str(seen)) == (level == "O5")
     assert ("came in" in str(seen)) == (level == "O5"), "what came in is told where it is more than 5 %"
     assert training.same(weights, training.weights(model))
+
+
+class Differences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        far = h + 300  # the line
+        return self.head(far - far.mean(0))
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_inspect_names_the_line_that_rounds_an_input_of_a_module(level):
+    torch.manual_seed(0)
+    model, x = Differences(), torch.randn(32, 4)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+    before, random = training.weights(model), torch.get_rng_state()
+    texts = []
+    for options in ({}, {"line": False}):
+        with inspect(model, optimizer, **options) as seen:
+            with amp.scale_loss(F.mse_loss(model(x), x[:, :2]), optimizer) as scaled:
+                scaled.backward()
+            optimizer.zero_grad()
+        texts.append(str(seen))
+    first = inspect_source.getsourcelines(Differences)[1]
+    assert f"test_inspect.py:{first + 7}: " in seen_line(texts[0]) and "in FP32: " in seen_line(texts[0])
+    assert seen_line(texts[1]).endswith("amp.survey names lines that round it")
+    assert training.same(before, training.weights(model)) and torch.equal(torch.get_rng_state(), random)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.children())
+
+
+def seen_line(text):
+    return next(line for line in text.splitlines() if line.startswith("from head on"))

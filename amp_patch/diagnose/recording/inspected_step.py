@@ -31,7 +31,7 @@ class InspectedStep:
                 "one is not inspected"
             )
         self._step = step
-        self._block = inspect(model, optimizer)
+        self._block = inspect(model, optimizer, line=False)
         self._seen = self._block.__enter__()
         self._mode = _mode_stack()[-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -92,6 +93,12 @@ class Place(NamedTuple):
     file: str
     line: int
     called: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The file and the line: "train.py:31"."""
+        path = os.path.relpath(self.file) if self.file else "?"
+        return f"{self.file if path.startswith('..') else path}:{self.line}"
 
     def text(self) -> str:
         """Return the text from the line on, up to the one on which its brackets are closed."""

@@ -161,13 +161,13 @@ class Replay:
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if tensor not in self._stand_ins:
             name = next((name for name, param in self._model.named_parameters() if param is tensor), None)
-            self._stand_ins[tensor] = copied(tensor) if name is None else torch.empty(0)
+            self._stand_ins[tensor] = copied(tensor) if name is None else tensor.new_empty(0)
             if name is not None:
                 self._params[id(self._stand_ins[tensor])] = name
         return self._stand_ins[tensor]
 
     def _made(self, tensor: Tensor) -> Tensor:
-        return self._stand_ins.setdefault(tensor, torch.empty(0))
+        return self._stand_ins.setdefault(tensor, tensor.new_empty(0))
 
     def _hooks(self) -> tuple[Any, Any]:
         # Functions, not bound methods: a deepcopy of the model copies the object of a bound method.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -60,8 +59,7 @@ class Line:
     @property
     def place(self) -> str:
         """The file and the line: "train.py:31"."""
-        path = os.path.relpath(self.file) if self.file else "?"
-        return f"{self.file if path.startswith('..') else path}:{self.line}"
+        return Place(self.file, self.line).shown
 
     def __str__(self) -> str:
         return f"{self.place} ({self.op}): {self.what}"
