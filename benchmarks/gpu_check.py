@@ -1,11 +1,11 @@
 """Check amp_patch on a machine with a GPU: build with CUDA, run the tests, time kernels and steps, store the figures.
 
-    python benchmarks/gpu_check.py [--only build,tests,kernels,step,capture,formats] [--out PATH]
-    make gpu-check [ONLY=build,tests,capture,formats] [OUT=figures.json]
+    python benchmarks/gpu_check.py [--only build,first,tests,kernels,step,capture,formats] [--out PATH]
+    make gpu-check [ONLY=build,first,tests,formats] [OUT=figures.json]
 
-If a command may take at most ten minutes, run the check in two parts: ONLY=build,tests,capture,formats, then
-ONLY=kernels,step. The build runs first if it is named, or if the extension is missing or does not match the sources. So
-the second part does not build again, even on another machine to which the build was copied.
+If a command may take at most ten minutes, run the check in two parts: ONLY=build,first,tests,formats, then
+ONLY=kernels,step,capture. The build runs first if it is named, or if the extension is missing or does not match the
+sources. So the second part does not build again, even on another machine to which the build was copied.
 
 First the script prints which requirements the machine has and lacks. A stage whose requirement is missing is left out,
 by name. Each stage has a time limit: a stage that exceeds it is killed, and the next one begins. After each stage two
@@ -56,9 +56,11 @@ class Stage(NamedTuple):
     writes_json: bool = True  # each command takes --json PATH
 
 
-def step(dtype: str) -> list[str]:
+def step(dtype: str, batch: int = 8) -> list[str]:
     rivals = ["fp32", "autocast", "autocast+scaler", "O1", "O2", "O2 foreach"]
-    what = ["--dtype", dtype, "--size", "100m", "--models", "gpt", "--batches", "8", "--repeats", "11"]
+    if batch > 8:  # a size at which the device is the limit, not the host
+        rivals = ["autocast+scaler", "O1", "O2"]
+    what = ["--dtype", dtype, "--size", "100m", "--models", "gpt", "--batches", str(batch), "--repeats", "11"]
     return ["benchmarks/step.py", "--device", "cuda", *what, "--rivals", *rivals]
 
 
@@ -72,33 +74,49 @@ STAGES = {
         },
         writes_json=False,
     ),
-    "tests": Stage(200, {"counts": ["benchmarks/gpu_tests.py", "--limit", "190", "--except", GRAPHS]}),
+    "first": Stage(  # what no GPU has run
+        150,
+        {
+            "look": ["benchmarks/first_look.py", "--device", "cuda"],
+            "counts": [
+                "benchmarks/gpu_tests.py",
+                "--cuda",
+                "--limit",
+                "60",
+                "--list",
+                "benchmarks/gpu_first_tests.txt",
+            ],
+            "fp16": step("fp16", 32),
+            "bf16": step("bf16", 32),
+        },
+    ),
+    "tests": Stage(170, {"counts": ["benchmarks/gpu_tests.py", "--limit", "160", "--except", GRAPHS]}),
     "kernels": Stage(
-        120,
+        100,
         {
             "kernels": ["benchmarks/kernels.py", "--device", "cuda", "--elements", str(2**28)],  # 1 GB in FP32
             "launches": ["benchmarks/launches.py"],
         },
     ),
     "step": Stage(
-        180,
+        150,
         {
             "fp16": step("fp16"),
             "bf16": step("bf16"),
             "optimizer": ["benchmarks/optimizer.py", "--device", "cuda", "--repeats", "7", "--only", "gpt AdamW"],
         },
     ),
-    "capture": Stage(100, {"counts": ["benchmarks/gpu_tests.py", "--by-test", "--limit", "95", GRAPHS]}),
+    "capture": Stage(70, {"counts": ["benchmarks/gpu_tests.py", "--by-test", "--limit", "65", GRAPHS]}),
     "formats": Stage(30, {"formats": ["benchmarks/low_bit.py", "--device", "cuda"]}),
 }
 
 # The two parts of a check if a command may take at most ten minutes: each takes less than 540 s, with the build.
-PARTS = (("build", "tests", "capture", "formats"), ("kernels", "step"))
+PARTS = (("build", "first", "tests", "formats"), ("kernels", "step", "capture"))
 
 # Requirement of preflight() -> the stages that need it. All stages need a requirement that is not listed.
 NEEDED_BY = {
     **dict.fromkeys(("setuptools", "ninja", "pybind11", "compiler", "nvcc", "Python.h"), ("build",)),
-    "pytest": ("tests", "capture"),
+    "pytest": ("first", "tests", "capture"),
 }
 
 Figure = tuple[float, str]  # value, and the row that it comes from
@@ -136,6 +154,7 @@ def step_figure(rivals: tuple[str, ...], column: str) -> Callable[[Mapping[str, 
 GOALS = [
     Goal("kernels", "of a device copy's speed, 1 GB", False, 0.9, kernel_figure("one", "of copy", min)),
     Goal("kernels", "of torch's foreach, 4,000 tensors", True, 0.6, kernel_figure("4,000 of 256", "of torch", max)),
+    Goal("first", "O2 at batch 32, of autocast + GradScaler", True, 0.9, step_figure(("O2",), "ratio")),
     Goal("step", "O1, of autocast + GradScaler", True, 1.0, step_figure(("O1",), "ratio")),
     Goal("step", "O2, of autocast + GradScaler", True, 0.9, step_figure(("O2",), "ratio")),
     Goal("step", "syncs a step, AdamW(fused=True)", True, 0, step_figure(("O1", "O2"), "syncs")),
@@ -326,7 +345,7 @@ def table(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list[
             wanted = f"{'<=' if goal.most else '>='} {goal.bound:.2f}"
             value = goal.figure(result)
             said = f"{value[0]:.2f} {'met' if goal.met(value[0]) else 'MISSED'} ({value[1]})" if value else "no figure"
-            lines.append(f"{'':<17}{goal.text:<36}{wanted:<9}{said}")
+            lines.append(f"{'':<17}{goal.text:<42}{wanted:<9}{said}")
     return lines + [f"{name:<15}  left out; missing: {', '.join(missing)}" for name, missing in left_out.items()]
 
 

@@ -1,12 +1,13 @@
 """Run tests in several pytest processes at once, without pytest plugins. `make gpu-check` runs those with CUDA cases.
 
-    python benchmarks/gpu_tests.py [--processes N] [--limit S] [--test-limit S] [--by-test] [--json PATH] [FILE...]
+    python benchmarks/gpu_tests.py [--processes N] [--limit S] [--test-limit S] [--by-test] [--cuda] [--list PATH]
+        [--json PATH] [FILE...]
 
 Each process has a list of files, or of tests with --by-test, the longest first. It writes a note when a test begins and
 ends. If a process crashes, hangs or is stopped, its notes name the test, and a new process continues after the entry of
-the list that has this test. If no FILE is given, the files are those that use DEVICES of conftest.py, and those that
-conftest.py ignores without a GPU. The output of the processes is in out/gpu-check/, or in the log folder of
-gpu_check.py.
+the list that has this test. If no FILE is given, the files are those with a case of the device "cuda" among the
+collected tests, and those that name DEVICES of conftest.py. The output of the processes is in out/gpu-check/, or in the
+log folder of gpu_check.py.
 
 Warnings fail no test here. Warnings of the CPU's cases fail in `make test` already, so the others come from the GPU.
 Each warning is reported once, with the number of tests that gave it.
@@ -88,15 +89,25 @@ def reason(report: Any) -> str:
 # --- in the process that starts them ---
 
 
-def with_cuda_cases(tests: Path) -> list[Path]:
-    """Return the test files that use DEVICES of conftest.py, and those that conftest.py ignores without a GPU."""
-    only_cuda = re.findall(r'"([\w/]+\.py)"', re.search(r"^collect_ignore = .*", conftest(tests), re.MULTILINE)[0])
-    uses = [path for path in tests.rglob("test_*.py") if re.search(r"\bDEVICES\b", path.read_text())]
-    return sorted({*uses, *(tests / name for name in only_cuda)})
+def has_cuda(test: str) -> bool:
+    """Tell whether the name of a test, or of its file, has "cuda" as a word: test_cuda.py, f[cuda], f[O2-cuda-adam]."""
+    return "cuda" in re.split(r"[^a-z0-9]+", f"{test.partition('::')[0]} {test.partition('[')[2]}")
 
 
-def conftest(tests: Path) -> str:
-    return (tests / "conftest.py").read_text()
+def with_cuda_cases(tests: Path, collected: Iterable[str]) -> list[str]:
+    """Return the test files in the folder `tests` with cases for a GPU, as paths from the repository's root.
+
+    These are the files of the `collected` tests with "cuda" among their parameters. (Many have the device from a
+    fixture of tests/helpers.) Files that name DEVICES come too: a test may take its device in its body.
+    """
+    named = [path for path in tests.rglob("test_*.py") if re.search(r"\bDEVICES\b", path.read_text())]
+    files = {test.partition("::")[0] for test in collected if has_cuda(test)}
+    return sorted(files | {str(path.relative_to(ROOT)) for path in named})
+
+
+def listed(path: Path) -> list[str]:
+    """Return the names in a file of --list."""
+    return [name for line in path.read_text().splitlines() if (name := line.partition("#")[0].strip())]
 
 
 def shared(weights: dict[str, float], count: int) -> list[list[str]]:
@@ -117,9 +128,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **plain, **more}
 
 
-def tests_of(files: Sequence[str]) -> list[str]:
-    """Return the names of the tests in the files, as arguments for pytest."""
-    command = [sys.executable, *PYTEST, "--collect-only", *files]
+def tests_of(files: Sequence[str], *options: str) -> list[str]:
+    """Return the names of the tests in the files, as arguments for pytest. `options` are more arguments."""
+    command = [sys.executable, *PYTEST, "--collect-only", *options, *files]
     run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     if run.returncode not in ENDED:
         raise SystemExit(f"pytest could not collect {' '.join(files)}:\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
@@ -239,17 +250,24 @@ def main() -> None:
         "--test-limit", type=float, default=90, help="seconds for a test, torch's import too: %(default)s"
     )
     parser.add_argument("--by-test", action="store_true", help="the tests of one file in several processes")
+    parser.add_argument("--cuda", action="store_true", help="of files, only cases of the device cuda; with --by-test")
+    parser.add_argument("--list", type=Path, help="a file with the name of a file or of a test in each line")
     parser.add_argument("--except", dest="left_out", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--json", type=Path, help="where to write the counts")
     options = parser.parse_args()
     LOGS.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + options.limit
-    files = options.files or [str(path.relative_to(ROOT)) for path in with_cuda_cases(ROOT / "tests")]
+    files = [*options.files, *(listed(options.list) if options.list else ())]
+    files = files or with_cuda_cases(ROOT / "tests", tests_of(["tests"]))
     files = [file for file in files if file not in options.left_out]
-    weights = dict.fromkeys(tests_of(files), 1.0) if options.by_test else {f: (ROOT / f).stat().st_size for f in files}
+    if options.by_test or options.cuda:
+        left = [t for t in tests_of(files) if not options.cuda or has_cuda(t) or t.partition("[")[0] in files]
+        weights = dict.fromkeys(left, 1.0)
+    else:
+        weights = {file: float((ROOT / file).stat().st_size) for file in files}
     lists = shared(weights, options.processes)
     with ThreadPoolExecutor(max(len(lists), 1)) as pool:
-        label = "by-test" if options.by_test else "files"
+        label = "by-test" if options.by_test or options.cuda else "files"
         jobs = [pool.submit(run_all, names, f"{label}-{i}", ends, options.test_limit) for i, names in enumerate(lists)]
         result = summed(entry for job in jobs for entry in job.result())
     if options.json is not None:

@@ -92,3 +92,55 @@ def test_each_command_of_a_stage_takes_its_options(gpu_check):
                 assert (ROOT / script).is_file()
                 known = (ROOT / script).read_text() + (BENCHMARKS / "timing.py").read_text()
                 assert all(f'"{option}"' in known for option in options if option.startswith("--"))
+
+
+gpu_tests, first_look = benchmark_fixture("gpu_tests"), benchmark_fixture("first_look")
+HAS_A_GPU = """
+def pytest_collection(session):
+    import conftest
+    conftest.DEVICES.append("cuda")
+"""
+
+
+@pytest.fixture(scope="module")
+def collected(gpu_tests, tmp_path_factory):
+    """The names of all tests, as on a machine with a GPU."""
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "has_a_gpu.py").write_text(HAS_A_GPU)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(folder))
+        return gpu_tests.tests_of(["tests"], "-p", "has_a_gpu")
+
+
+def test_the_stage_of_tests_takes_each_file_with_cases_on_a_gpu(gpu_tests, collected):
+    chosen = gpu_tests.with_cuda_cases(ROOT / "tests", collected)
+    kernels = ["lists", "multi_tensor", "split", "steps", "step_layouts", "stochastic_round", "update_scale"]
+    assert {f"tests/multi_tensor/test_{name}.py" for name in kernels} <= set(chosen)
+    assert {test.partition("::")[0] for test in collected if "[cuda]" in test or "-cuda-" in test} <= set(chosen)
+    assert "tests/project/test_documents.py" not in chosen
+
+
+def test_the_first_tests_are_there_and_have_cases_on_a_gpu(gpu_tests, collected):
+    cases = {test.partition("::")[0] for test in collected if gpu_tests.has_cuda(test)}
+    names = {test.partition("[")[0] for test in collected}
+    assert set(gpu_tests.listed(BENCHMARKS / "gpu_first_tests.txt")) <= cases | names
+
+
+def test_the_first_look_finds_no_difference_between_the_cpu_and_itself(first_look, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["first_look.py", "--small", "--json", str(tmp_path / "figures.json")])
+    first_look.main()
+    assert capsys.readouterr().out.count("'differ': {}") == 16
+
+
+def test_the_first_look_names_elements_that_differ(first_look, monkeypatch):
+    """As if the device's step took another factor of its gradient for the codes of a state."""
+    true, calls = first_look.mt.multi_tensor_encode, []
+
+    def other(values, coded, scales):
+        true(values, coded, scales)
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            coded[0].view(-1)[0] += 1
+
+    monkeypatch.setattr(first_look.mt, "multi_tensor_encode", other)
+    assert len(first_look.codes("cpu", True)["codes"]["differ"]) == 48
