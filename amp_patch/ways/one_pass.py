@@ -8,6 +8,7 @@ capturable=True, a state that user code has replaced), the optimizer's own code 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, compress
@@ -34,6 +35,7 @@ from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
+from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import is_untouched
 from amp_patch.training.joints import Strategy
 from amp_patch.training.stash import Stash
@@ -325,7 +327,14 @@ def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
                 raise NotKnown
             with torch._C.DisableTorchFunctionSubclass():  # kernels read no values of closed masters, only metadata
                 kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
-        except (NotKnown, TypeError, ValueError):
+        except (NotKnown, TypeError, ValueError) as error:
+            if isinstance(error, getattr(backends.active, "Refused", ())):
+                warnings.warn(
+                    f"step: the extension refuses tensors of {base_class(optimizer).__name__} that its contract takes "
+                    f"({error}). torch's own code makes the step, which is slower. Please report this",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             left.append(batch)
             continue
         if batch.draws:

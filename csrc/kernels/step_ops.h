@@ -71,13 +71,22 @@ struct StepList {
   std::initializer_list<at::ScalarType> dtypes;
 };
 
-using Storages = std::array<const void*, kPlaces + 1>;  // the storages of the tensors at one index, and of its step
+// The scales of a state in codes: the list of the states, and one tensor for each.
+struct StateScales {
+  const StepList* states;
+  const Tensors* tensors;
+};
+
+// The storages of the tensors at one index, of its step, and of the scales of its states.
+constexpr int kStepStorage = kPlaces, kScaleStorages = kPlaces + 1;
+using Storages = std::array<const void*, kScaleStorages + kPlaces - kState>;
 
 // Refuses a written tensor that shares elements with any other. If no storages are shared, nothing is compared.
-inline void check_disjoint(const std::vector<StepList>& lists, const std::vector<StepRow>& rows,
-                           const std::vector<Storages>& storages) {
+inline void check_disjoint(const std::vector<StepList>& lists, const std::vector<StateScales>& scales,
+                           const StepJob& job, const std::vector<Storages>& storages) {
+  const std::vector<StepRow>& rows = job.rows;
   size_t capacity = 64;
-  while (capacity < 2 * rows.size() * (lists.size() + 1)) capacity *= 2;
+  while (capacity < 2 * rows.size() * (lists.size() + scales.size() + 1)) capacity *= 2;
   std::vector<const void*> seen(capacity);
   const auto slot_of = [&](const void* storage) {
     size_t slot = (reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15u >> 20 & (capacity - 1);
@@ -95,7 +104,10 @@ inline void check_disjoint(const std::vector<StepList>& lists, const std::vector
     for (const StepList& list : lists) {
       if (list.written) insert(storages[i][list.place]);
     }
-    insert(storages[i][kPlaces]);
+    insert(storages[i][kStepStorage]);
+    for (const StateScales& each : scales) {
+      if (each.states->written) insert(storages[i][kScaleStorages + each.states->place - kState]);
+    }
   }
   for (const StepList& list : lists) {
     for (size_t i = 0; i < rows.size() && !shared && !list.written; ++i) {
@@ -119,6 +131,12 @@ inline void check_disjoint(const std::vector<StepList>& lists, const std::vector
     }
   }
   for (const StepRow& row : rows) add(row.step, row.step != nullptr ? sizeof(float) : 0, true);
+  for (const StateScales& each : scales) {
+    for (size_t i = 0; i < job.scales.size(); ++i) {
+      const float* const data = job.scales[i][each.states->place - kState];
+      add(data, data != nullptr ? blocks_in(rows[i].size) * sizeof(float) : 0, each.states->written);
+    }
+  }
   const auto before = [](const Span& a, const Span& b) { return a.begin < b.begin; };
   if (!std::is_sorted(spans.begin(), spans.end(), before)) std::sort(spans.begin(), spans.end(), before);
   const char *written = nullptr, *read = nullptr;  // the ends of the spans so far
@@ -172,6 +190,30 @@ inline void check_step(const at::Tensor& t, c10::Device device, bool recorded, f
   storage = fact.storage;
 }
 
+// Checks the scales of states, of which those in codes have a tensor each and the others an empty one. Stores them in
+// the job.
+inline void check_scales(const StateScales& given, StepJob& job, std::vector<Storages>& storages) {
+  const Tensors &states = *given.states->tensors, &scales = *given.tensors;
+  const int k = given.states->place - kState;
+  require(scales.empty() || scales.size() == states.size(), "length");
+  const bool recorded = c10::GradMode::is_enabled();
+  for (size_t i = 0; i < states.size(); ++i) {
+    const bool coded = is_coded(states[i].scalar_type());
+    require(!coded || !scales.empty(), "codes");
+    if (!coded) continue;
+    const at::Tensor& t = scales[i];
+    check_plain(t, job.device);
+    require(t.scalar_type() == at::kFloat && t.is_contiguous(), "scales");
+    require(t.numel() == blocks_in(states[i].numel()) && (!recorded || !t.requires_grad()), "scales");
+    Fact fact;
+    learn(t, fact);
+    if (job.scales.empty()) job.scales.resize(job.rows.size());
+    if (t.numel() == 0) continue;
+    storages[i][kScaleStorages + k] = fact.storage;
+    job.scales[i][k] = t.mutable_data_ptr<float>();
+  }
+}
+
 // The number, or a copy of it if a written list holds it.
 template <class Loop>
 Number apart(const Number& number, const std::vector<StepList>& lists, const StepJob& job) {
@@ -190,8 +232,8 @@ Number apart(const Number& number, const std::vector<StepList>& lists, const Ste
 
 template <class Loop>
 StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, const std::vector<Number>& factors,
-                    std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf, bool maximize = false,
-                    int64_t seed = 0, const IntList& draws = {}, const IntList& starts = {}) {
+                    std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf,
+                    const std::vector<StateScales>& scales = {}, bool maximize = false, int64_t seed = 0, const IntList& draws = {}, const IntList& starts = {}) {
   const Tensors& params = *lists[1].tensors;
   StepJob job{
       c10::Device(Loop::device),   {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr,
@@ -221,10 +263,11 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
     require(job.rows[i].start >= 0, "starts");
     if (!steps.empty()) {
       steps.prefetch(i + 8);
-      check_step(steps[i], counted_on, recorded, job.rows[i].step, storages[i].back());
+      check_step(steps[i], counted_on, recorded, job.rows[i].step, storages[i][kStepStorage]);
     }
   });
-  check_disjoint(lists, job.rows, storages);
+  for (const StateScales& each : scales) check_scales(each, job, storages);
+  check_disjoint(lists, scales, job, storages);
   require(factors.size() <= 2, "factors");
   for (const Number& factor : factors) check_number(factor, job.device);
   for (const Number* number : numbers) check_number(*number, job.device);
@@ -241,28 +284,6 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   for (size_t k = 0; k < factors.size(); ++k) job.unscale.factors[k] = scalar<Loop, float>(job.kept[k]);
   if (found_inf.has_value()) job.found_inf = found_inf->const_data_ptr<float>();
   return job;
-}
-
-// Checks `scales`, which has one tensor for each state in `list`: the scales of its codes, or an empty tensor if the
-// state is FP32. Stores the scales in the job.
-template <class Loop>
-void check_scales(const StepList& list, const Tensors& scales, StepPlace place, StepJob& job) {
-  const Tensors& states = *list.tensors;
-  require(scales.empty() || scales.size() == states.size(), "length");
-  const bool recorded = c10::GradMode::is_enabled();
-  for (size_t i = 0; i < states.size(); ++i) {
-    const bool coded = is_coded(states[i].scalar_type());
-    require(!coded || !scales.empty(), "codes");
-    if (!coded) continue;
-    const at::Tensor& t = scales[i];
-    check_plain(t, job.device);
-    require(t.scalar_type() == at::kFloat && t.is_contiguous(), "scales");
-    require(t.numel() == blocks_in(states[i].numel()) && (!recorded || !t.requires_grad()), "scales");
-    Fact fact;
-    learn(t, fact);
-    if (job.scales.empty()) job.scales.resize(job.rows.size());
-    job.scales[i][place - kState] = t.numel() != 0 ? t.mutable_data_ptr<float>() : nullptr;
-  }
 }
 
 inline void bump_scales(const Tensors& scales) {
@@ -313,15 +334,14 @@ template <class Loop>
 void Steps<Loop>::stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const IntList& draws,
                                    const IntList& starts) {
   const std::vector<StepList> lists{{&masters, kGrad, false, kSingle}, {&weights, kParam, true, kSplitWeight}};
-  Loop::stochastic_round(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, false, seed, draws, starts));
+  Loop::stochastic_round(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, {}, false, seed, draws, starts));
   bump_lists(lists, Tensors());
 }
 
 template <class Loop>
 void Steps<Loop>::encode(const Tensors& values, const Tensors& codes, const Tensors& scales) {
   const std::vector<StepList> lists{{&values, kGrad, false, kSingle}, {&codes, kState, true, kCodes}};
-  StepJob job = check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt);
-  check_scales<Loop>(lists[1], scales, kState, job);
+  const StepJob job = check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, {{&lists[1], &scales}});
   Loop::encode(job);
   bump_lists(lists, Tensors());
   bump_scales(scales);
@@ -330,8 +350,7 @@ void Steps<Loop>::encode(const Tensors& values, const Tensors& codes, const Tens
 template <class Loop>
 void Steps<Loop>::decode(const Tensors& codes, const Tensors& values, const Tensors& scales) {
   const std::vector<StepList> lists{{&values, kGrad, true, kSingle}, {&codes, kState, false, kCodes}};
-  StepJob job = check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt);
-  check_scales<Loop>(lists[1], scales, kState, job);
+  const StepJob job = check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, {{&lists[1], &scales}});
   Loop::decode(job);
   bump_lists(lists, Tensors());
 }
@@ -356,9 +375,9 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
   lists.insert(lists.end(), {averages, squares});
   const bool amsgrad = !max_exp_avg_sqs.empty();
   if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
-  StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize, seed, draws, starts);
-  check_scales<Loop>(averages, exp_avg_scales, kState, job);
-  check_scales<Loop>(squares, exp_avg_sq_scales, kSecond, job);
+  StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf,
+                                  {{&averages, &exp_avg_scales}, {&squares, &exp_avg_sq_scales}}, maximize, seed, draws,
+                                  starts);
   const Number rate = apart<Loop>(lr, lists, job), count = apart<Loop>(step, lists, job);
   const AdamRule rule{{beta1, beta2, weight_decay, decoupled, bias_correction},
                       scalar<Loop, double>(rate),
@@ -386,8 +405,9 @@ void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors
   std::vector<StepList> lists = step_lists(grads, params, low);
   const StepList buffers{&momentum_buffers, kState, true, kSigned};
   if (momentum != 0) lists.push_back(buffers);
-  StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize, seed, draws, starts);
-  if (momentum != 0) check_scales<Loop>(buffers, momentum_scales, kState, job);
+  std::vector<StateScales> scales;
+  if (momentum != 0) scales.push_back({&buffers, &momentum_scales});
+  StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, scales, maximize, seed, draws, starts);
   const Number rate = apart<Loop>(lr, lists, job);
   const SgdRule rule{scalar<Loop, double>(rate)};
   const auto run = [&](auto functor) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from coded_cases import FORMS, MAPS, OF_KERNEL, SGD, SIZES, decoded, drawn, encoded, same_bits, states, stepped
+from coded_cases import ADAM, FORMS, MAPS, OF_KERNEL, SGD, SIZES, decoded, drawn, encoded, same_bits, states, stepped
 from conftest import DEVICES
 from on_every_backend import BF16, INF, NAN, SETS, backend_fixture, no_grad_fixture, on_every_set  # noqa: F401  # noqa: F401
 from torch import Tensor
@@ -234,6 +234,18 @@ def test_the_first_step_of_sgd_reads_no_momentum(device):
     mt.multi_tensor_sgd([grad], [param], [codes], first_run=True, scales=[[scales]], **SGD | {"weight_decay": 0.0})
     wanted = encoded(grad, torch.int8)
     assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1])
+
+
+def test_scales_that_share_memory_are_refused():
+    """Two blocks would divide by one scale: the weights would be others, and on a GPU it would be a race."""
+    grads, params, codes = [torch.ones(256)], [torch.ones(256)], torch.zeros(256, dtype=torch.int8)
+    squares, one = torch.zeros(256, dtype=torch.uint8), torch.ones(1)
+    for scales in ([[one], [one]], [[codes.view(torch.float32)[:1]], [one]], [[one], [params[0][:1]]]):
+        with pytest.raises(ValueError, match=r"^multi_tensor_adam: .* overlap"):
+            mt.multi_tensor_adam(grads, params, [codes], [squares], None, 1, scales=scales, **ADAM)
+    with pytest.raises(ValueError, match=r"^multi_tensor_encode: .* overlap"):
+        mt.multi_tensor_encode([torch.ones(256)] * 2, [codes, codes.clone()], [one, one])
+    assert not codes.any() and not squares.any() and (params[0] == 1).all() and one == 1
 
 
 def test_a_step_whose_codes_have_no_scales_is_refused():

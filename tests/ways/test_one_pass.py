@@ -156,6 +156,18 @@ def test_what_the_kernels_do_not_know_is_stepped_by_the_optimizer_itself(level, 
     torch.testing.assert_close(ends(*ours)[1:], ends(*theirs)[1:], rtol=1e-4, atol=1e-6)  # other formulas
 
 
+def test_a_refusal_by_the_extension_is_told(monkeypatch):
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise multi_tensor.extension().Refused("refused by the extension: an alignment")
+
+    ours, theirs = trained("O5", ADAMW, {"lr": 1e-2}, 2), trained("O5", own(ADAMW), {"lr": 1e-2}, 2)
+    monkeypatch.setattr(multi_tensor, "multi_tensor_adam", refuse)
+    with pytest.warns(RuntimeWarning, match=r"^step: the extension refuses tensors of AdamW .*an alignment.*report"):
+        go_on(*ours, range(2, 3))
+    go_on(*theirs, range(2, 3))
+    torch.testing.assert_close(ends(*ours), ends(*theirs), rtol=1e-4, atol=1e-6)  # other formulas in the first steps
+
+
 REFUSED = {
     "differentiable": ({"differentiable": True}, RuntimeError, "in-place operation"),
     "capturable": ({"capturable": True}, AssertionError, "capturable=True"),
