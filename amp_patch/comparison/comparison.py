@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,17 +20,16 @@ from amp_patch.comparison.level_result import (
     went_well,
 )
 from amp_patch.comparison.measures import ALIKE, LOSS
-from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SEEDS
-from amp_patch.comparison.recommendation import Recommendation, recommend, summary
-from amp_patch.comparison.unjudged import Terms
+from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SEEDS, SPEED
+from amp_patch.comparison.recommendation import Recommendation, memory_in_words, recommend, speed_in_words, summary
+from amp_patch.comparison.unjudged import FEW_STEPS, LEAST_STEPS, Terms
 from amp_patch.comparison.verdict import failures_in_words, verdict
 from amp_patch.diagnose.recording.run import INTERRUPTED, NATIVE, Run, check_types
 from amp_patch.diagnose.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
 # Fields of a Comparison beside its runs, as its report has them; the second are missing in old reports.
 _GIVEN = ("title", "metric", "maximize", "asked_steps", "machine")
-_GIVEN_LATER = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey")
-FEW_STEPS = 30  # with fewer steps, losses, step times and a dynamic loss scale have not become steady
+_GIVEN_LATER = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey", "goal")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Comparison:
         margin: a level counts as good if it is worse by at most this share of the baseline's result.
         command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
         folder: the report's folder, as `compare --resume` takes it; "" if no command made the comparison.
+        goal: SPEED, or MEMORY if saved memory counts more than speed.
         survey: the survey of the first step, which names the lines that break a level; None if there was none.
 
     Raises:
@@ -72,6 +73,7 @@ class Comparison:
     margin: float = MARGIN
     folder: str = ""
     survey: named_lines.Survey | None = None
+    goal: str = SPEED
 
     def __post_init__(self) -> None:
         if self.metric == LOSS and any(run.maximized == "all" for run in self.runs):
@@ -121,6 +123,23 @@ class Comparison:
         if self.baseline is None or self.baseline.level != BASELINE:
             return []
         return [level for level in self.levels if named_lines.ended_badly(level)]
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """The levels, by their names in a survey, whose first step a survey should measure: `unexplained`."""
+        return [named_lines.known_as(level.level, level.dtype) for level in self.unexplained]
+
+    @property
+    def to_paste(self) -> bool:
+        """Whether the report has lines to paste into a script that makes no call of amp_patch or Apex."""
+        found = self.recommendation
+        best = None if found is None or found.so_far else found.level
+        return best is not None and best is not self.baseline and best.level != NATIVE and not self.is_edited
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the script chooses its level by amp_patch or Apex."""
+        return any(run.edited for run in self.runs)
 
     @cached_property
     def baseline(self) -> LevelResult | None:
@@ -186,7 +205,7 @@ class Comparison:
         return (
             None
             if base is None or not self.comparable
-            else recommend(self.levels, base, self.min_gain, self.metric_in_words)
+            else recommend(self.levels, base, self.min_gain, self.metric_in_words, self.goal)
         )
 
     @property
@@ -214,7 +233,8 @@ class Comparison:
         if self.baseline is not None and self.recommendation is not None:
             words = summary(self.recommendation, self.baseline)
             notes = [note for note in (self.losing_note, self.kernels_note, self.few_steps_note) if note]
-            return " ".join([words, *(f"{note[0].upper()}{note[1:]}." for note in notes)])
+            told = [self.beside_script] if self.beside_script else []
+            return " ".join([words, *told, *(f"{note[0].upper()}{note[1:]}." for note in notes)])
         failed = "".join(f" {level.name}: {failures_in_words(level)}." for level in self._groups if level.failed)
         if self.only is not None:
             return f"Only {self.only.name} has results: there is nothing to compare it with.{failed}"
@@ -232,7 +252,9 @@ class Comparison:
         """A warning that fewer than FEW_STEPS steps decide little, without a full stop; "" if the runs are longer."""
         if not self.comparable or self.steps >= FEW_STEPS:
             return ""
-        return f"{counted(self.steps, 'step')} decide{'s' if self.steps == 1 else ''} little: train for more"
+        what = "nothing" if self.steps < LEAST_STEPS else "little"
+        decide = "decides" if self.steps == 1 else "decide"
+        return f"{counted(self.steps, 'step')} {decide} {what}: train for at least {FEW_STEPS}"
 
     @property
     def metric_in_words(self) -> str:
@@ -266,17 +288,37 @@ class Comparison:
 
     @property
     def to_be_sure(self) -> str:
-        """If the baseline has one seed, the shell command that compares with more seeds.
+        """If one seed decides nothing, the shell command that compares with more seeds, in a folder of its own.
 
-        It names the recommended level, or the undecided levels if the baseline is recommended. "" if the baseline has
-        more seeds, if no command made the comparison, or if there is no such level.
+        It names each level that is not ruled out, and asks for more steps if there were too few. "" if the baseline has
+        more seeds, if no command made the comparison, or if nothing is left to decide.
         """
         found, base = self.recommendation, self.baseline
+        few = self.asked_steps is not None and self.steps < LEAST_STEPS
         if not self.again or found is None or base is None or len(base.finite) > 1:
             return ""
-        levels = [found.level] if found.so_far else found.because.get("undecided", [])
-        names = ",".join(level.level for level in levels if level.level != NATIVE)
-        return f"python -m amp_patch compare --levels {names} --seeds {SEEDS} {self.again}" if names else ""
+        if not (found.so_far or few or "undecided" in found.because):
+            return ""
+        left = [level.level for level in self.levels if level is not base and not level.finding.ruled_out]
+        names, again = ",".join(name for name in left if name != NATIVE), self.again
+        if self.asked_steps is not None and self.asked_steps < FEW_STEPS:
+            again = again.replace(f"--steps={self.asked_steps}", f"--steps={FEW_STEPS}", 1)
+        out = f"--out={shlex.quote(f'{self.folder}_sure')} " if self.folder else ""
+        return f"python -m amp_patch compare --levels {names} --seeds {SEEDS} {out}{again}" if names else ""
+
+    @property
+    def beside_script(self) -> str:
+        """The speed and memory of the recommended level beside the script's own mixed precision, as a sentence.
+
+        "" if the script has none of its own, or if that is recommended.
+        """
+        own = next((level for level in self.levels if level.level == NATIVE and level.runs), None)
+        best = self.recommended
+        if own is None or best is None or best is own:
+            return ""
+        beside = measured(best, own, measures.is_crowded(self.runs))
+        cost = ", ".join(filter(None, [speed_in_words(beside), memory_in_words(beside)]))
+        return f"Beside {own.name}: {cost}." if cost else ""
 
     def why_nothing(self) -> str:
         """Return the reason why there is nothing to compare, with a full stop."""
@@ -373,10 +415,11 @@ class Comparison:
             return ""
         ranges = [level.speedup for level in self.levels if level.speedup is not None]
         width = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
-        sure = f"a level's speeds lie up to {whole_percent(width)} apart" if width >= 0.005 else "the speeds may be off"
+        by = f" by up to {whole_percent(width)}" if width >= 0.005 else ""
+        sure = f"the speeds may be wrong{by}; compare again while nothing else runs"
         if measures.is_crowded(self.runs):
-            sure = "speeds are ratios of the processes' CPU times"
-        return f"{self.machine['load']}: {sure}, the losses are not touched by it"
+            sure = "speeds are ratios of CPU times"
+        return f"{self.machine['load']}: {sure}. Losses and memory are right"
 
     def to_dict(self) -> dict[str, Any]:
         """Return every figure, for `run.dumps`."""

@@ -79,6 +79,7 @@ class Finding:
             "length": a run made fewer steps than O0's of its seed, for a reason that is not known.
             "scale": the skipped steps of the search for a loss scale explain the gap.
             "rounded": the forward rounds the loss by as much as the gap.
+            "few steps": the runs have fewer than `unjudged.LEAST_STEPS` steps.
             "too good": the level is better by more than a rounding explains. Its runs may have trained on other
             batches, or have gone on from another run's checkpoint.
         better: whether the level differs on the better side. The test is as strict as that for worse.
@@ -113,14 +114,14 @@ class Finding:
 
     @property
     def promising(self) -> bool:
-        """Whether the level is undecided for lack of an interval (one seed), with a gap no worse than `worse_from`.
+        """Whether the level is undecided for lack of an interval (one seed), with a gap within the margin.
 
         Such a level can be recommended "so far" (`recommend`).
         """
         gap = self.gap
         if self.kind != "undecided" or gap is None or gap.low is not None:
             return False
-        return gap.sign * gap.mean <= gap.worse_from or self.rounding is not None
+        return gap.sign * gap.mean <= gap.margin or self.rounding is not None
 
     @property
     def usable(self) -> bool:
@@ -131,6 +132,11 @@ class Finding:
     def rejected(self) -> bool:
         """Whether the level is not to be used: it diverged, collapsed, or is worse by more than chance explains."""
         return self.kind == "differs" and not self.better
+
+    @property
+    def ruled_out(self) -> bool:
+        """Whether no further seed can make the level usable: it is rejected, or a run failed or skipped many steps."""
+        return self.rejected or self.kind == "failed" or bool(self.faults or self.skips)
 
     @property
     def sound(self) -> bool:

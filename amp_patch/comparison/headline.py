@@ -5,11 +5,11 @@ from __future__ import annotations
 from amp_patch.comparison import named_lines, recommendation
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, seeds_change_nothing
-from amp_patch.comparison.plan import variables
+from amp_patch.comparison.plan import MEMORY, variables
 from amp_patch.comparison.recommendation import of_others, speed_in_words
 from amp_patch.comparison.verdict import interval_of, margin_in_words, percent_of
 from amp_patch.diagnose.recording.run import NATIVE
-from amp_patch.diagnose.wording import counted, ratio, relative_size, shortest_distinct, signed, type_name
+from amp_patch.diagnose.wording import counted, listed, ratio, relative_size, shortest_distinct, signed, type_name
 from amp_patch.environment import named_level
 
 _TOLD = 3  # lines on the card; the terminal has all
@@ -21,13 +21,14 @@ def headline(comparison: Comparison) -> str:
     if found is None:
         return "Nothing to compare" if comparison.only is None else f"Only {label(comparison.only)} has results"
     if found.level is comparison.baseline:
-        return f"Stay with {label(found.level)}{'' if found.sure else ' for now'}"
-    return f"{'So far' if found.so_far else 'Use'} {label(found.level)}"
+        return f"{recommendation.stay(found)} {label(found.level)}{'' if found.sure else ' for now'}"
+    verb = "So far" if found.so_far else "Keep" if found.level.level == NATIVE else "Use"
+    return f"{verb} {label(found.level)}"
 
 
 def label(level: LevelResult) -> str:
     """Return "O5 (BF16)"; "O0 (BF16, no masters)" if the script itself makes BF16 weights."""
-    what = "the script's own mixed precision" if level.level == NATIVE else level.level
+    what = level.name if level.level == NATIVE else level.level
     own = type_name(level.dtype or ("float64" if level.is_fp64 else "float32"))
     return f"{what} ({level.low_weights or own})"
 
@@ -64,7 +65,11 @@ def why(comparison: Comparison) -> str:
     if "better" in found.because:
         losing = f" {_capital(comparison.losing_note)}." if comparison.losing_note else ""
         return _capital(_result(comparison, best, base)) + losing
+    if best.level == NATIVE:
+        return "No level that is as good is faster than your script, or takes less memory."
     first = f"The {'fastest' if 'smaller' not in found.because else 'smallest'} level that is as good as {base.name}"
+    if found.goal == MEMORY:
+        return f"{first}: {_result(comparison, best, base)}"
     some = any(level.finding.sound and level.speedup and level.speedup.pace == "faster" for level in comparison.levels)
     first += f"; none as good is {'much ' * some}faster than {base.name}" if "smaller" in found.because else ""
     return f"{first}: {_result(comparison, best, base)}"
@@ -153,16 +158,29 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
     if best is None or advice is None or advice.so_far or best is comparison.baseline or best.level == NATIVE:
         return [], ""
     other = best.other_dtype
+    call = named_level(best.level).arguments(other)
     edit = [
         "from amp_patch import amp",
-        "# behind the line that makes the optimizer:",
-        f"model, optimizer = amp.initialize(model, optimizer, {named_level(best.level).arguments(other)})",
+        "# after the line that makes the optimizer:",
+        f"model, optimizer = amp.initialize(model, optimizer, {call})",
         "# in place of loss.backward():",
         "with amp.scale_loss(loss, optimizer) as scaled_loss:",
         "    scaled_loss.backward()",
     ]
+    edit = ["# in its call of amp.initialize:", call] if comparison.is_edited else edit
     command = f"{variables(best.level, other)} python -m amp_patch run {comparison.command}"
     return edit, command if comparison.command else ""
+
+
+def to_change(comparison: Comparison) -> list[str]:
+    """Return the lines of the script that must change before those of `how_to_use` are pasted, each with its edit."""
+    best = comparison.recommended
+    if best is None or not comparison.to_paste:
+        return []
+    own = [*dict.fromkeys(words for run in comparison.runs for words in run.replaced)]
+    replaced = [f"{listed(own)}: remove; scaler.step(optimizer) becomes optimizer.step()"] if own else []
+    lines = named_lines.to_change(comparison.survey, best)
+    return replaced + [f"{line.place}: {line.edit}" for line in lines]
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:

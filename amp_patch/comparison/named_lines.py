@@ -23,12 +23,12 @@ def ended_badly(level: LevelResult) -> bool:
     """Return whether a run failed, diverged, collapsed or skipped many steps, or the level seems worse, or too good.
 
     Runs that were interrupted, were killed or lacked memory do not count: no line of user code is to blame. False for
-    levels that no survey judges (`_known_as`).
+    levels that no survey judges (`known_as`).
     """
     found = level.finding
     faults = [run for run in level.failed if run.error_kind not in (INTERRUPTED, KILLED, OUT_OF_MEMORY)]
     doubtful = (found.kind == "undecided" and not found.promising) or found.unjudged == "too good"
-    return _known_as(level.level, level.dtype) != "" and bool(faults or found.rejected or found.skips or doubtful)
+    return known_as(level.level, level.dtype) != "" and bool(faults or found.rejected or found.skips or doubtful)
 
 
 def named(survey: Survey | None, level: LevelResult) -> list[Line]:
@@ -51,14 +51,30 @@ def modules(survey: Survey | None, level: str, dtype: str | None) -> list[str]:
 def beside(survey: Survey | None, level: LevelResult) -> str:
     """Return the end of a sentence: "the survey names train.py:12 (div): 1e-08 is 0 in FP16".
 
-    "" if the level has not ended badly, or if the survey names no line that breaks it.
+    If no line tells what a measurement of the level has found, its sentence follows. "" if the level has not ended
+    badly, or if nothing was found or measured.
     """
-    lines = named(survey, level) if ended_badly(level) else []
-    if not lines:
+    if survey is None or not ended_badly(level):
         return ""
+    lines = named(survey, level)
     told = [str(line) for line in lines[:_TOLD]]
     more = [f"and {counted(len(lines) - _TOLD, 'more line')}"] if len(lines) > _TOLD else []
-    return "the survey names " + "; ".join(told + more)
+    names = ["the survey names " + "; ".join(told + more)] if lines else []
+    return "; ".join(names + [f"one step, measured: {words}" for words in _measured(survey, level, lines)])
+
+
+def _measured(survey: Survey, level: LevelResult, lines: Sequence[Line]) -> list[str]:
+    name = known_as(level.level, level.dtype)
+    found = [
+        each.get("words", "") for each in survey.get("measured", []) if name in each["levels"] and not each["failed"]
+    ]
+    return [words for words in found if words and not any(words in line.what for line in lines)]
+
+
+def to_change(survey: Survey | None, level: LevelResult) -> list[Line]:
+    """Return the lines that must change before a script that was not edited runs at the level with `initialize`."""
+    lines = [] if survey is None else [Line(**each) for each in survey.get("lines", [])]
+    return [line for line in lines if line.served and known_as(level.level, level.dtype) in line.levels]
 
 
 def edits(survey: Survey | None, levels: Sequence[LevelResult]) -> list[tuple[Line, list[str]]]:
@@ -83,16 +99,16 @@ def note(survey: Survey | None, levels: Sequence[LevelResult]) -> str:
         return ""
     if "failed" in survey:
         return f"the first step could not be surveyed for lines that break a level: {survey['failed']}"
-    without = [level.name for level in levels if ended_badly(level) and not named(survey, level)]
+    without = [level.name for level in levels if ended_badly(level) and not beside(survey, level)]
     return f"the survey of the first step names no line that breaks {listed(without)}" if without else ""
 
 
 def _lines(survey: Survey | None, level: str, dtype: str | None) -> list[Line]:
     lines = [] if survey is None else [Line(**each) for each in survey.get("lines", [])]
-    return [line for line in lines if line.breaks and _known_as(level, dtype) in line.levels]
+    return [line for line in lines if line.breaks and known_as(level, dtype) in line.levels]
 
 
-def _known_as(level: str, dtype: str | None) -> str:
+def known_as(level: str, dtype: str | None) -> str:
     """Return the level's name in a survey, which names levels without suffixes: "O2" for O2+split.
 
     If the level runs in a `dtype` other than its own, return a level of that type which casts the model, or functions,

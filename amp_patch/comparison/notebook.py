@@ -17,16 +17,26 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import install
-from amp_patch.comparison import page
+from amp_patch.comparison import page, table
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.finding import Finding
 from amp_patch.comparison.measures import LOSS
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import failure
-from amp_patch.comparison.plan import BASELINE, LEVELS, MARGIN, MIN_GAIN, Plan, name_as_asked, progress_line
+from amp_patch.comparison.plan import (
+    BASELINE,
+    MARGIN,
+    MIN_GAIN,
+    SMALL,
+    SPEED,
+    Plan,
+    levels_for,
+    name_as_asked,
+    progress_line,
+)
 from amp_patch.comparison.seeds import seeded
 from amp_patch.diagnose.recording.recorder import Enough, Recorder, log
-from amp_patch.diagnose.recording.run import Failure, Run
+from amp_patch.diagnose.recording.run import INTERRUPTED, Failure, Run
 from amp_patch.diagnose.survey.first_step import FirstStep, FirstStepOver
 from amp_patch.frontend import initialize, restored
 from amp_patch.run.machine import machine
@@ -38,11 +48,10 @@ _EVALUATION = "evaluation"
 
 
 class Compared(Comparison):
-    """A comparison that a notebook shows as its report, and a terminal as a line per level."""
+    """A comparison that a notebook shows as its report, and a terminal as its table."""
 
     def __repr__(self) -> str:
-        levels = [f"{level.name}: {level.verdict.text}" for level in self.levels]
-        return "\n".join([f"{self.title}, {self.steps} steps", *levels, *self.notes, self.summary])
+        return "\n".join(table.lines(self))
 
     def _repr_html_(self) -> str:
         # An iframe: the page's style would change the notebook's.
@@ -51,7 +60,7 @@ class Compared(Comparison):
 
 def compare(
     build_fn: Callable[[], Any],
-    levels: Sequence[str] = LEVELS,
+    levels: Sequence[str] | None = None,
     *,
     seeds: int = 3,
     steps: int | None = None,
@@ -59,6 +68,7 @@ def compare(
     metric: str | None = None,
     maximize: bool = False,
     inspect: bool = False,
+    goal: str = SPEED,
     min_gain: float = 100 * MIN_GAIN,
     margin: float = 100 * MARGIN,
     evaluate: Callable[[nn.Module], Any] | None = None,
@@ -84,7 +94,8 @@ def compare(
             they are trained here with `loss_fn(model(*inputs), targets)` for each (inputs, ..., targets) of `batches`,
             once through, or repeatedly until `steps`. If it returns None, it has trained the model with
             `amp.initialize`, whose level is overridden, and `amp.scale_loss`.
-        levels: levels from "O0" to "O7". O0 is the baseline, and is added if it is not named.
+        levels: levels from "O0" to "O7". O0 is the baseline, and is added if it is not named. Default: O0, O1, O2, O4
+            and O5, and for a BF16 model or the goal "memory" O5+split and O5+split+8bit.
         seeds: the number of repetitions; the verdicts need three or more.
         steps: the number of optimizer steps after which a run ends, even inside `build_fn`.
         dtype: torch.float16 or torch.bfloat16 at O1 to O3.
@@ -92,6 +103,7 @@ def compare(
             of `evaluate`, or else "loss".
         maximize: whether more of the metric is better.
         inspect: look at exponents, overflows and errors with `amp.inspect`.
+        goal: "speed" or "memory": recommend the fastest, or the smallest, of the levels that are as good.
         min_gain: recommend a level for its memory only if it saves more than this, in per cent of the training's.
         margin: a level counts as good if it is worse by at most this at the same seeds, in per cent of O0's result.
         evaluate: called with the trained model, in eval mode, under no_grad. It returns a number, which is logged as
@@ -104,12 +116,13 @@ def compare(
     named = str(dtype).removeprefix("torch.") if dtype is not None else None
     if isinstance(levels, str):
         raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
-    plan = Plan(tuple(levels), seeds, steps, named, metric or "loss", maximize, inspect, min_gain, margin)
+    asked = levels_for(goal, named, False) if levels is None else tuple(levels)
+    plan = Plan(asked, seeds, steps, named, metric or "loss", maximize, inspect, min_gain, margin, goal=goal)
     load = OtherWork()
-    runs = _train_all(_Job(build_fn, plan, evaluate), verbosity, load)
+    runs = _train_all(_Job(build_fn, plan, evaluate, levels is None), verbosity, load)
     compared = replace(_compared(build_fn, plan, metric, runs), machine=machine(load.words()))
-    if compared.unexplained and len(runs) == len(plan.runs()):  # else an interrupt has ended it
-        compared = replace(compared, survey=_surveyed(_Job(build_fn, plan)))
+    if compared.unmeasured and not any(run.error_kind == INTERRUPTED for run in runs):
+        compared = replace(compared, survey=_surveyed(_Job(build_fn, plan), compared.unmeasured))
     return compared
 
 
@@ -156,7 +169,7 @@ def assert_level(
     found = tested.finding
     if len(compared.levels) < 2 or compared.baseline is None or compared.baseline.level != BASELINE:
         raise AssertionError(f"assert_level: O0 has no result beside {level}: {compared.why_nothing()}")
-    if found.rejected or _is_bad(found):
+    if found.rejected or _is_bad(found) or (found.gap is not None and found.gap.told == "worse"):
         raise AssertionError(f"assert_level: {tested.name}: {tested.verdict.text}")
     if found.unjudged:
         raise AssertionError(f"assert_level: {tested.name} is not judged: {tested.verdict.text}")
@@ -192,18 +205,23 @@ def _compared(build_fn: Callable[[], Any], plan: Plan, metric: str | None, runs:
         plan.steps,
         min_gain=plan.min_gain / 100,
         margin=plan.margin / 100,
+        goal=plan.goal,
     )
 
 
 class _Job(NamedTuple):
-    """The arguments of `compare` that say what to train."""
+    """The arguments of `compare` that say what to train, and whether a BF16 model adds rungs to the plan."""
 
     build_fn: Callable[[], Any]
     plan: Plan
     evaluate: Callable[[nn.Module], Any] | None = None
+    adds: bool = False
 
     def train(self, run: Run, known: list[weakref.ref[nn.Module]], around: AbstractContextManager[Any]) -> None:
-        """Train once at the level and seed of `run`, inside of `around`; `known` gets the model."""
+        """Train once at the level and seed of `run`, inside of `around`; `known` gets the model.
+
+        `run.edited` becomes true if `build_fn` trains by itself.
+        """
         gc.collect()  # free the previous run's model, which reference cycles may hold
         environment = Patches()
         try:
@@ -213,6 +231,7 @@ class _Job(NamedTuple):
                 built = None
                 with suppress(Enough):
                     built = self.build_fn()
+                run.edited = built is None
                 if built is not None:
                     model, optimizer, loss_fn, batches = _checked(built, known)
                     _train(model, optimizer, loss_fn, batches, self.plan.steps, self.evaluate)
@@ -223,8 +242,11 @@ class _Job(NamedTuple):
             environment.remove()
 
 
-def _surveyed(job: _Job) -> dict[str, Any] | None:
-    """Survey the first step of a training at O0. Return the survey (`named_lines.Survey`); None after an interrupt."""
+def _surveyed(job: _Job, levels: Sequence[str]) -> dict[str, Any] | None:
+    """Survey the first step of a training at O0, measured at `levels`.
+
+    Return the survey (`named_lines.Survey`); None after an interrupt.
+    """
     first = FirstStep()
     try:
         job.train(Run(BASELINE), [], first)
@@ -234,7 +256,7 @@ def _surveyed(job: _Job) -> dict[str, Any] | None:
         return {"failed": f"{type(error).__name__}: {error}"}
     if not first.stepped:
         return {"failed": "it made no step"}
-    first.measure()
+    first.measure(levels)
     return first.report.to_json()
 
 
@@ -261,6 +283,9 @@ def _train_all(
         run.other_work = of_run.share
         if verbosity:
             print(progress_line(run, job.plan.steps))
+        if index == 0 and job.adds and run.weights_type == "bfloat16":
+            levels = dict.fromkeys((*job.plan.levels, *SMALL))
+            runs[1:] = replace(job.plan, levels=tuple(levels)).runs()[1:]
         if run is runs[-1]:
             break
         if decided is not None and runs[index + 1].seed != run.seed and decided(runs[: index + 1]):
@@ -282,6 +307,7 @@ def _train_once(job: _Job, run: Run, known: list[weakref.ref[nn.Module]]) -> Non
         if run.device == "cpu":
             run.peak_memory = None  # the peak of the process may come from an earlier run
     name_as_asked(run, asked)
+    run.edited = asked.edited
     failed = Failure(str(error)) if isinstance(error, _NoFigure) else failure(recorder, run, error)
     if failed is not None:
         run.error, run.error_kind, run.error_where = failed

@@ -65,10 +65,12 @@ def html(comparison: Comparison) -> str:
         gains=headline.gains(comparison),
         said={
             "Why": headline.why(comparison),
+            "Today": comparison.beside_script,
             "How sure": headline.how_sure(comparison),
             "What breaks": headline.what_breaks(comparison),
             "This machine": " ".join(f"{note[0].upper()}{note[1:]}." for note in of_machine),
         },
+        to_change=headline.to_change(comparison),
         edit=headline.how_to_use(comparison)[0],
         before=before,
         last=last,

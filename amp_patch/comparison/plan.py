@@ -31,14 +31,23 @@ MIN_GAIN = 0.05
 # Default margin: a level counts as good if it is worse by at most this share of the baseline's result.
 MARGIN = 0.002
 
+SPEED, MEMORY = "speed", "memory"  # goals: what a level is recommended for, of those that are as good
+
+# The rungs that are compared without being named, if the goal is MEMORY, and for a script with BF16 weights.
+SMALL = ("O5+split", "O5+split+8bit")
+
 SEEDS = 3  # default number of seeds
 _MOST_SEEDS = 1000
 
 
-def quick_levels(dtype: str | None) -> tuple[str, ...]:
-    """Return the levels of `compare --quick`: of FP16 if `dtype` is "float16"; else of BF16, without a loss scale."""
+def levels_for(goal: str, dtype: str | None, quick: bool) -> tuple[str, ...]:
+    """Return the levels of a `compare` that names none.
+
+    With `quick` they are the levels of FP16 if `dtype` is "float16"; else of BF16, without a loss scale.
+    """
     wanted = f"torch.{dtype or 'bfloat16'}"
-    return tuple(level for level in LEVELS if str(OPT_LEVELS[level].dtype) == wanted)
+    levels = tuple(level for level in LEVELS if str(OPT_LEVELS[level].dtype) == wanted) if quick else LEVELS
+    return (*levels, *SMALL) if goal == MEMORY and dtype != "float16" else levels
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class Plan:
         inspect: whether to look at exponents and errors with `amp.inspect`.
         keep: the modules that a module search keeps: in BF16 at levels with FP8 or FP4 products, in FP32 at others.
             None if this is no module search.
+        goal: SPEED, or MEMORY for the smallest of the levels that are as good.
     """
 
     levels: tuple[str, ...] = LEVELS
@@ -70,6 +80,7 @@ class Plan:
     min_gain: float = 100 * MIN_GAIN
     margin: float = 100 * MARGIN
     keep: tuple[str, ...] | None = None
+    goal: str = SPEED
 
     def __post_init__(self) -> None:
         names = [str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION]
@@ -89,6 +100,8 @@ class Plan:
             raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted one beside O0, as O0,O2")
         if BASELINE not in self.levels:
             object.__setattr__(self, "levels", (BASELINE, *self.levels))
+        if self.goal not in (SPEED, MEMORY):
+            raise ValueError(f"compare: goal is {self.goal!r}; wanted {SPEED!r} or {MEMORY!r}")
         for name, value in ("seeds", self.seeds), ("steps", 1 if self.steps is None else self.steps):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")

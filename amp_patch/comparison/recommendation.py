@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from amp_patch.comparison.level_result import LevelResult, saved_memory
-from amp_patch.comparison.measures import Ratio
-from amp_patch.comparison.plan import MIN_GAIN
+from amp_patch.comparison.measures import ALIKE, Ratio
+from amp_patch.comparison.plan import MEMORY, MIN_GAIN, SPEED
 from amp_patch.comparison.unjudged import in_words
 from amp_patch.comparison.verdict import memory_beside, more_seeds, percent_of
+from amp_patch.diagnose.recording.run import NATIVE
 from amp_patch.diagnose.wording import counted, fine_percent, listed, ratio, relative_size, signed, times
 
 # Standings that recommend a level, the strongest first.
 GAINS = ("better", "faster", "smaller", "a little faster")
+
+_NO_GAIN = ("no gain", "not clear", "not timed")  # standings of levels that are as good
 
 # Standing that is no gain -> its phrase in a recommendation of the baseline, in the order of the phrases.
 _OF_OTHERS = {
@@ -51,7 +54,7 @@ class Recommendation:
         so_far: whether the recommendation rests on one seed, which cannot tell chance from a difference.
         what: the name of the compared metric, for the texts.
         standings: (level, dtype) -> `standing`, for every level except the baseline.
-        min_gain: the argument of `recommend`.
+        min_gain, goal: the arguments of `recommend`.
     """
 
     level: LevelResult
@@ -61,18 +64,22 @@ class Recommendation:
     what: str = "loss"
     standings: dict[tuple[str, str | None], str] = field(default_factory=dict)
     min_gain: float = MIN_GAIN
+    goal: str = SPEED
 
     def standing(self, level: LevelResult) -> str:
         """Return the standing of a level; "baseline" for the baseline."""
         return self.standings.get((level.level, level.dtype), "baseline")
 
 
-def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: float, so_far: bool = False) -> str:
+def standing(
+    level: LevelResult, base: LevelResult, *, alone: bool, min_gain: float, goal: str = SPEED, so_far: bool = False
+) -> str:
     """Return the name of the first rule that holds for the level: objections come first, then gains.
 
     Args:
         alone: True if no level besides the baseline keeps FP32 weights or masters: a level without them (O3) can then
             have a gain. If False, such a level has the standing "no FP32 weights" instead of a gain.
+        goal: MEMORY if saved memory is the first gain, whatever the speed.
         so_far: if the level has run with one seed, and is no worse than the margin allows, judge it by that seed. Then
             "better" is the last gain, because chance can cause it, and saved memory is a gain at an unclear speed too.
     """
@@ -90,6 +97,7 @@ def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: fl
         ("skips", found.skips is not None),
         ("emulated", level.emulated),
         ("no FP32 weights", level.loses_updates and not alone),
+        ("smaller", is_smaller and goal == MEMORY),
         ("better", found.better),
         ("faster", speed is not None and speed.gains_much),
         ("slower", is_smaller and speed is not None and speed.pace == "slower"),
@@ -103,47 +111,67 @@ def standing(level: LevelResult, base: LevelResult, *, alone: bool, min_gain: fl
 
 
 def recommend(
-    levels: Sequence[LevelResult], base: LevelResult, min_gain: float = MIN_GAIN, what: str = "loss"
+    levels: Sequence[LevelResult],
+    base: LevelResult,
+    min_gain: float = MIN_GAIN,
+    what: str = "loss",
+    goal: str = SPEED,
 ) -> Recommendation:
     """Recommend a level.
 
     The level with the strongest standing in GAINS is taken: a surely better result, then much more speed, then less
-    memory, then a little more speed. If no level has such a standing, the standings are taken again with `so_far`. A
-    level that has run with one seed, with a result that is not worse than the margin allows, is then judged by that
-    seed. A better result is the weakest gain there, because chance can cause it. If no level gains then either, the
-    baseline is recommended, with the first round's standings of the other levels.
+    memory, then a little more speed. If the goal is MEMORY, less memory comes first. If no level has such a standing,
+    the standings are taken again with `so_far`. A level that has run with one seed, with a result that is not worse
+    than the margin allows, is then judged by that seed. A better result is the weakest gain there, because chance can
+    cause it. If no level gains then either, the baseline is recommended, with the first round's standings of the other
+    levels. If the script's own mixed precision is as good, and the level to recommend is neither faster nor smaller
+    than that, the script stays as it is.
 
     Args:
         min_gain: the share of memory (`saved_memory`) that a level must save to be recommended for its memory. A level
             with an unclear speed must save more than the share of time that it may cost.
         what: the name of the compared metric, for the texts.
+        goal: SPEED or MEMORY.
     """
     alone = not any(not level.loses_updates and level.level != base.level for level in levels)
     others = [level for level in levels if level is not base]
     sure = not any(level.finding.kind in ("undecided", "unjudged") for level in levels if not level.emulated)
-    told = [standing(level, base, alone=alone, min_gain=min_gain) for level in others]
+    told = [standing(level, base, alone=alone, min_gain=min_gain, goal=goal) for level in others]
     standings = {(level.level, level.dtype): name for level, name in zip(others, told, strict=True)}
-    seen = [standing(level, base, alone=alone, min_gain=min_gain, so_far=True) for level in others]
-    for so_far, names, gains in ((False, told, GAINS), (True, seen, (*GAINS[1:], GAINS[0]))):
-        gain = next((name for name in gains if name in names), None)
-        if gain is not None:
-            best = _best([level for level, name in zip(others, names, strict=True) if name == gain], gain)
-            return Recommendation(best, {gain: [best]}, sure, so_far, what, standings, min_gain)
+    seen = [standing(level, base, alone=alone, min_gain=min_gain, goal=goal, so_far=True) for level in others]
+    order = sorted(GAINS, key=lambda name: name != "smaller") if goal == MEMORY else GAINS
+    for so_far, names, gains in ((False, told, order), (True, seen, sorted(order, key=lambda name: name == "better"))):
+        named = [*zip(others, names, strict=True)]
+        gain = next((name for name in gains if name in names), "")
+        best = _best([level for level, name in named if name == gain], gain) if gain else base
+        for level, name in named:
+            as_good = level.level == NATIVE and name in (*GAINS, *_NO_GAIN)
+            if as_good and not _gains_beside(best, level, min_gain):
+                best, gain = level, name
+        if gain:
+            return Recommendation(best, {gain: [best]}, sure, so_far, what, standings, min_gain, goal)
     because = {name: [level for level, own in zip(others, told, strict=True) if own == name] for name in _OF_OTHERS}
     because = {name: found for name, found in because.items() if found}
-    return Recommendation(base, because, sure, False, what, standings, min_gain)
+    return Recommendation(base, because, sure, False, what, standings, min_gain, goal)
+
+
+def _gains_beside(best: LevelResult, own: LevelResult, min_gain: float) -> bool:
+    """Return whether `best` is better, faster or smaller than `own`, the script's own mixed precision."""
+    faster = best.speedup and own.speedup and best.speedup.median > ALIKE * own.speedup.median
+    return best.finding.better > own.finding.better or bool(faster) or saved_memory(best, own) > min_gain
 
 
 def _best(levels: Sequence[LevelResult], gain: str) -> LevelResult:
     """Return the best of `levels`, which all have the standing `gain`, one of GAINS.
 
-    For "smaller" it is the level with the least memory, for "faster" and "a little faster" the fastest. For "better" it
-    is the level with the least memory among those whose result is within the margin of the best result.
+    It is the level with the least memory: for "faster" and "a little faster" of those about as fast as the fastest, for
+    "better" of those whose result is within the margin of the best result.
     """
     if gain == "smaller":
         return min(levels, key=_size)
     if gain != "better":
-        return max(levels, key=lambda level: level.speedup or Ratio(0, 0, 0))
+        fastest = max(level.speedup or Ratio(0, 0, 0) for level in levels).median
+        return min((level for level in levels if level.speedup and ALIKE * level.speedup.median >= fastest), key=_size)
     gaps = {id(level): level.finding.gap for level in levels}
     worse = {name: gap.sign * gap.level for name, gap in gaps.items() if gap is not None}
     margin = max((gap.margin for gap in gaps.values() if gap is not None), default=0.0)
@@ -157,15 +185,14 @@ def _size(level: LevelResult) -> float:
 def summary(found: Recommendation, base: LevelResult) -> str:
     """Return the recommendation and its reason in one or two sentences."""
     best = found.level
-    as_fast = best.speedup is not None and best.speedup.pace in ("as fast", "faster")
-    if found.so_far:
-        return f"So far {best.name}: {gains(found)}."
-    if "smaller" in found.because and not as_fast:
-        return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
     if best is not base:
-        return f"Use {best.name}: {best.verdict.text}."
-    for_now = "" if found.sure else " for now"
-    return f"Stay with {base.name}{for_now}: {of_others(found, base)}."
+        return f"{'So far' if found.so_far else 'Keep' if best.level == NATIVE else 'Use'} {best.name}: {gains(found)}."
+    return f"{stay(found)} {base.name}{'' if found.sure else ' for now'}: {of_others(found, base)}."
+
+
+def stay(found: Recommendation) -> str:
+    """Return "Stay with", if the baseline is recommended; "Go back to" if the script has mixed precision of its own."""
+    return "Go back to" if any(level == NATIVE for level, _ in found.standings) else "Stay with"
 
 
 def gains(found: Recommendation) -> str:

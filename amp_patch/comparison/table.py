@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from amp_patch.comparison import measures, named_lines
+from amp_patch.comparison import headline, measures, named_lines
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.measures import LOSS
-from amp_patch.comparison.verdict import percent_of
+from amp_patch.comparison.verdict import failures_in_words, percent_of
 from amp_patch.diagnose import wording
 from amp_patch.diagnose.text_table import in_columns
 
@@ -30,18 +30,19 @@ _STYLES = {
 def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     """Return lines of at most 80 columns; with `colours`, they have escape codes for a terminal.
 
-    The order is: the recommendation, four figures of each level, verdicts, the worst modules of `amp.inspect`, the
-    machine, lines that break a level, and notes. `report.json` has every other figure.
+    The order is: the recommendation, four figures and a few words for each level, the reasons against levels, the worst
+    modules of `amp.inspect`, the machine, lines that break a level, and notes. The page and `report.json` have every
+    other figure.
     """
     if not any(level.runs for level in comparison.levels):
         return [_coloured(comparison.summary, "bold", colours)]  # not wrapped: a path in it can be copied
     parts = [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
-    parts += [_overview(comparison), _verdicts(comparison, colours), _looks(comparison), _machine(comparison)]
+    parts += [_overview(comparison, colours), _reasons(comparison, colours), _looks(comparison), _machine(comparison)]
     parts += [_edits(comparison), [line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
-def _overview(comparison: Comparison) -> list[str]:
+def _overview(comparison: Comparison, colours: bool) -> list[str]:
     base = comparison.baseline
     headings = ("level", f"final {comparison.metric_in_words}", f"vs {base.level}" if base else "vs", "speed", "memory")
     wrapped = [_wrapped(heading, _HEADING) for heading in headings]
@@ -52,21 +53,32 @@ def _overview(comparison: Comparison) -> list[str]:
         speed = f"{wording.ratio(level.speedup.median)}x" if level.speedup else "emulated" if level.emulated else ""
         result = "missing" if missing else _result(level)
         rows.append((level.name, result, _against(level), speed, wording.ratio(level.memory)))
-    return [
-        *_wrapped(f"{comparison.title}, {comparison.steps} steps"),
-        *in_columns(rows, right=range(1, len(headings))),
-    ]
+    shown = in_columns(rows, right=range(1, len(headings)))
+    for at, level in enumerate(comparison.levels, start=height):
+        words = headline.in_short(level, comparison)
+        if words and len(shown[at]) + len(words) + 2 <= _WIDTH:
+            shown[at] += f"  {_coloured(words, _style(level), colours)}"
+    return [*_wrapped(f"{comparison.title}, {comparison.steps} steps"), *shown]
 
 
-def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
+def _reasons(comparison: Comparison, colours: bool) -> list[str]:
+    """Return the reasons against levels that failed, are not to be used or cannot be judged."""
     found = []
-    width = max(len(level.name) for level in comparison.levels)
-    for level in comparison.levels:
-        first, *others = _wrapped(level.verdict.text, _WIDTH - width - 1) or [""]
-        style = "green" if level.finding.better else _STYLES.get(level.finding.kind, "")
-        found.append(f"{_coloured(f'{level.name:{width}}', style, colours)} {first}".rstrip())
+    told = [level for level in comparison.levels if headline.state(level, comparison) in ("bad", "unsure")]
+    told = [level for level in told if level is not comparison.recommended and level.finding.unjudged != "few steps"]
+    told = [level for level in told if level.verdict.reason]
+    width = max((len(level.name) for level in told), default=0)
+    for level in told:
+        short, full = (failures_in_words(level, short=each) for each in (True, False))
+        words = level.verdict.reason.replace(short, full) if level.failed else level.verdict.reason
+        first, *others = _wrapped(words, _WIDTH - width - 1) or [""]
+        found.append(f"{_coloured(f'{level.name:{width}}', _style(level), colours)} {first}".rstrip())
         found += [" " * (width + 1) + line for line in others]
     return found
+
+
+def _style(level: LevelResult) -> str:
+    return "green" if level.finding.better else _STYLES.get(level.finding.kind, "")
 
 
 def _edits(comparison: Comparison) -> list[str]:

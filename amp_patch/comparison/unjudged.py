@@ -27,6 +27,7 @@ _FIRST = 3  # steps in which the weights of two levels are nearly the same
 _STEPS_OF_TYPE = 4  # losses that lie further apart in these steps than so many steps of the type are not only rounded
 _LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "nll", "mse", "mae", "fid")  # parts of metrics' names
 
+LEAST_STEPS, FEW_STEPS = 10, 30  # fewer steps than the first decide nothing; fewer than the second, little
 FP64, CONSTANT = "FP64", "constant"
 _BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
 _WORDS = {
@@ -42,6 +43,7 @@ _WORDS = {
         "the script's weights are FP64, which this level leaves as they are: every loss is O0's",
         "make the model and its inputs FP32, and compare again",
     ),
+    "few steps": (f"it has fewer than {LEAST_STEPS} steps", f"train for at least {FEW_STEPS}"),
     "length": (
         "it made {steps} of O0's {of}, and nothing tells why: early stopping, or an error that the script catches",
         f"look into its log; if the training ends by itself, {_BY_METRIC}",

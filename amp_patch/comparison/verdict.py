@@ -64,9 +64,9 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         text = _joined(*first, without, skips, failed)
     if found.collapsed:  # the rule of a collapse is in `Comparison.test`, which the page prints
         accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
-    if found.kind in ("within", "so far"):  # the page has a column for the gap
+    elif found.gap is not None and not (lost or found.unjudged or seeds_change_nothing(base)):  # the gap has a column
         accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
-        if found.gap is not None and (found.by_range or found.kind == "so far"):
+        if found.by_range or (found.gap.told is None and found.gap.low is not None):
             accuracy = _what_it_tells(found, found.gap)
     return Verdict(found.kind, text, found.better, _joined(accuracy, without, skips, cut))
 

@@ -6,6 +6,7 @@ import shlex
 
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.headline import how_to_use
+from amp_patch.comparison.recommendation import stay
 from amp_patch.comparison.unjudged import in_words
 from amp_patch.comparison.verdict import more_seeds
 from amp_patch.diagnose.recording.run import NATIVE
@@ -32,7 +33,7 @@ def advice(comparison: Comparison) -> str:
     if found is None or base is None:
         return "Mend what failed, and compare again." if any(level.failed for level in comparison.levels) else ""
     if found.level is not base:
-        return "Train with it."
+        return "Nothing: it is your script as it is." if found.level.level == NATIVE else "Train with it."
     if "unjudged" in found.because:
         level = found.because["unjudged"][0]
         _, way_out = in_words(level.finding.unjudged, level, base)
@@ -40,6 +41,8 @@ def advice(comparison: Comparison) -> str:
     if "undecided" in found.because:
         words = more_seeds(base, found.because["undecided"])
         return f"{words[0].upper()}{words[1:]}."
+    if stay(found) != "Stay with":
+        return "Remove the script's own autocast and GradScaler."
     return f"Nothing: {base.level} is the script as it is."
 
 

@@ -34,7 +34,7 @@ def test_one_seed_names_a_level_so_far_and_the_command_for_more_seeds(tmp_path: 
     assert headline.headline(made) == "So far O5 (BF16)"
     assert headline.gains(made) == "27 % less memory, as fast, loss +0.0007 % with one seed"
     assert made.summary == "So far O5 BF16: 27 % less memory, as fast, loss +0.0007 % with one seed."
-    command = f"python -m amp_patch compare --levels O5 --seeds 3 {SCRIPT}"
+    command = f"python -m amp_patch compare --levels O4,O5 --seeds 3 {SCRIPT}"
     show(made, tmp_path)
     assert f"\nTo be sure: {command}\n" in capsys.readouterr().out, "in one line, whatever the width"
     assert f"<pre>{command}</pre>" in page.html(made)
@@ -53,7 +53,7 @@ def test_one_seed_names_a_level_so_far_and_the_command_for_more_seeds(tmp_path: 
         (seeds("O5", 2.003, **SMALL, objectives=2), "Stay with O0 (FP32) for now", ""),  # a GAN's sum
         (seeds("O5", 9.000, **SMALL), "Stay with O0 (FP32)", ""),  # collapsed
         (seeds("O5", 2.000, **SMALL), "Use O5 (BF16)", ""),  # to the bit
-        (seeds(NATIVE, 2.003, **SMALL), "So far the script's own mixed precision (BF16)", ""),  # which is no level
+        (seeds(NATIVE, 2.003, **SMALL), "So far your script as it is (BF16)", ""),  # which is no level
     ],
 )
 def test_a_command_for_more_seeds_names_the_levels_that_one_seed_leaves_open(level, headline_, levels):
@@ -73,7 +73,7 @@ def test_the_command_for_more_seeds_repeats_all_given_options():
     own, arguments = split(shlex.split(f"--levels O2 --seeds 3 {line}"))
     back = parser.parse_args(own)
     assert arguments == ["--lr", "a b"]
-    expected = {**vars(args), "quick": False, "levels": "O2", "seeds": 3}
+    expected = {**vars(args), "quick": False, "levels": "O2", "seeds": 3, "out": Path("amp_compare")}
     assert {**vars(back), "arguments": arguments} == expected
 
 
@@ -96,9 +96,9 @@ def test_a_quick_comparison_trains_one_seed_and_prints_the_next_command(dtype, l
     (plan,) = plans
     assert (plan.levels, plan.seeds) == (("O0", *levels), 1)
     printed = " ".join(capsys.readouterr().out.split())
-    script = [f"--out={tmp_path}", str(tmp_path / "train.py"), "--", "--lr", "0.1"]
+    script = [str(tmp_path / "train.py"), "--", "--lr", "0.1"]
     again = shlex.join([*(["--dtype=" + dtype] if dtype is not None else []), *script])
-    said = f"python -m amp_patch compare --levels O4 --seeds 3 {again}"
+    said = f"python -m amp_patch compare --levels O4 --seeds 3 --out={tmp_path}_sure {again}"
     assert f"To be sure: {said} " in printed and f"<pre>{said}</pre>" in (tmp_path / "report.html").read_text()
     assert printed.startswith(f"starting O0, {', '.join(levels)} "), "before the runs"
 
@@ -108,7 +108,7 @@ def test_a_quick_comparison_trains_one_seed_and_prints_the_next_command(dtype, l
 
 IN_BF16 = {"dtype": "bfloat16"}
 BASE = seeds("O0", 2.0, 2.02, 1.98)
-OPTIONS = "--steps=40 --metric=loss --min-gain=8.0 --out=o --seed-flag=--seed train.py -- --lr 1"
+OPTIONS = "--steps=40 --metric=loss --min-gain=8.0 --seed-flag=--seed train.py -- --lr 1"
 ASKED = {"again": OPTIONS, "command": "train.py --lr 1", "folder": "o"}
 RESUME = "python -m amp_patch compare --resume o"
 SEARCH = "python -m amp_patch search --level {} --steps=40 --metric=loss --seed-flag=--seed train.py -- --lr 1"
@@ -123,7 +123,12 @@ def off(percent: float, **fields) -> list[Run]:
     [
         ((BASE, off(0.02, ms=5)), {}, "use it without an edit", "AMP_PATCH_OPT_LEVEL=O5 python -m amp_patch run train"),
         ((BASE, off(1)), {}, "find the modules that O5 needs in a higher precision", SEARCH.format("O5")),
-        ((BASE[:1], off(0.02)[:1]), {}, "be sure", "python -m amp_patch compare --levels O5 --seeds 3 --steps=40"),
+        (
+            (BASE[:1], off(0.02)[:1]),
+            {},
+            "be sure",
+            "python -m amp_patch compare --levels O5 --seeds 3 --out=o_sure --steps=40",
+        ),
         ((BASE, off(0.02)[:1]), {"asked_runs": 6}, "make the runs that are missing", RESUME),
         ((BASE, seeds("O5", 2.002, 2.0242, 1.982, **IN_BF16, ms=5)), {}, "be sure of the loss", f"{RESUME} --seeds "),
     ],

@@ -164,7 +164,7 @@ def test_a_gap_of_one_seed_has_no_interval():
     assert (level.finding.gap.low, level.finding.gap.told, level.finding.kind) == (None, None, "undecided")
     assert "one seed, so without an interval" in level.verdict.text
     assert headline.how_sure(made).startswith("From one seed, so without an interval: run")
-    assert "O5 FP16       2.001  +0.05 %  2.00x    1.00" in table.lines(made)
+    assert "O5 FP16       2.001  +0.05 %  2.00x    1.00  so far" in table.lines(made)
     # One pair of several seeds has none either.
     lone = compare(seeds("O0", *BASE), seeds("O5", 2.001)).levels[1]
     assert (lone.finding.gap.low, lone.finding.kind) == (None, "so far")
@@ -175,9 +175,8 @@ def test_a_gap_of_one_seed_has_no_interval():
 def test_verdict_table_page_and_json_show_the_gap():
     made = compare(seeds("O0", *BASE), seeds("O5", *off(0.05, 0.06, 0.04), dtype="bfloat16", ms=5))
     phrase = "gap to O0 +0.001 (+0.05 %, 95 %: +0.025 to +0.075 %): as good (margin 0.2 %)"
-    assert phrase in made.levels[1].verdict.text and phrase in made.summary
-    lines = table.lines(made)
-    assert phrase in " ".join(lines) and ["O5", "BF16", "2.001", "+0.05", "%"] in [line.split()[:5] for line in lines]
+    assert phrase in made.levels[1].verdict.text
+    assert ["O5", "BF16", "2.001", "+0.05", "%"] in [line.split()[:5] for line in table.lines(made)]
     shown = page.html(made)
     assert (
         "gap to O0, same seeds" in shown

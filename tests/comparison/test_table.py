@@ -37,10 +37,22 @@ def test_the_table_shows_the_figures_of_each_level(comparison):
     shown = lines(comparison)
     assert words(shown).startswith(f"{comparison.summary} train.py, 40 steps level final loss vs O0 speed memory O0 ")
     # level, type, result, against O0, speed, memory
-    assert row(shown, "train.py", "O0") == ["O0", "1.250", "1.00x", "1.00"]
-    assert row(shown, "train.py", "O2") == ["O2", "FP16", "1.250", "0", "%", "2.00x", "0.50"]
-    assert row(shown, "train.py", "O3") == ["O3", "FP16", "2.271", "+82", "%", "4.00x", "1.00"]
-    assert row(shown, "train.py", "O5") == ["O5"]
+    assert row(shown, "train.py", "O0") == ["O0", "1.250", "1.00x", "1.00", "the", "baseline"]
+    assert row(shown, "train.py", "O2") == ["O2", "FP16", "1.250", "0", "%", "2.00x", "0.50", "use", "this"]
+    assert row(shown, "train.py", "O3") == [
+        "O3",
+        "FP16",
+        "2.271",
+        "+82",
+        "%",
+        "4.00x",
+        "1.00",
+        "do",
+        "not",
+        "use:",
+        "worse",
+    ]
+    assert row(shown, "train.py", "O5") == ["O5", "failed"]
 
 
 @pytest.mark.parametrize(
@@ -64,19 +76,18 @@ def test_the_table_shows_the_distance_to_the_baseline():
     shown = lines(Comparison("train.py", runs))
     assert [row(shown, "train.py", level)[3] for level in figures] == ["0", "+31", "+150", "+9900", "-10100"]
     broken = [*seeds("O0", 1.0, 1.0), *seeds("O3", 1.0, math.nan)]
-    assert row(lines(Comparison("train.py", broken)), "train.py", "O3")[2:] == ["diverged", "1.00x", "1.00"]
+    assert row(lines(Comparison("train.py", broken)), "train.py", "O3")[2:5] == ["diverged", "1.00x", "1.00"]
     assert row(lines(Comparison("train.py", broken, "accuracy")), "train.py", "O3")[2:] == ["missing"]
 
 
 def test_verdicts_and_notes_follow_the_recommendation(comparison):
     shown = lines(comparison)
     said = words(shown)
-    for level in comparison.levels:
-        assert words([level.verdict.text]) in said
     assert "O5 failed with seed 0: RuntimeError: [/red] no [bold] memory" in said, "brackets are no markup"
     note = "Note: all runs: trained 40 of the 50 steps asked for."
     assert note in said
     assert comparison.summary.startswith("Use O2 FP16: 2.0x faster")
+    assert not any(word in said for word in ("95 %", "gap to", "spread")), "four figures of a level are enough"
 
 
 def test_the_table_lists_the_three_worst_modules():
@@ -136,9 +147,6 @@ def test_the_table_shows_all_text_at_80_columns(metric):
     assert max(map(len, shown)) <= 80
     text = "\n".join(shown)
     assert "…" not in text and "..." not in text
-    squeezed = "".join(text.split())
-    for level in comparison.levels:
-        assert "".join(level.verdict.text.split()) in squeezed
     assert text.count("x") >= 100 and text.count("y") >= 200 and text.count("z") >= 90
     # The rows of the table are one line each, whatever the numbers are.
     start = next(i for i, line in enumerate(shown) if line.startswith("O0 "))
@@ -149,7 +157,7 @@ def test_the_table_has_colours_only_on_request(comparison):
     plain = lines(comparison)
     assert "\x1b" not in "\n".join(plain)
     coloured = "\n".join(lines(comparison, colours=True))
-    assert "\x1b[31mO3 FP16\x1b[0m " in coloured and "\x1b[32mO2 FP16\x1b[0m " in coloured
+    assert "\x1b[31mdo not use: worse\x1b[0m" in coloured and "\x1b[32muse this\x1b[0m" in coloured
     assert [re.sub(r"\x1b\[\d+m", "", line) for line in coloured.split("\n")] == plain
 
 

@@ -38,7 +38,7 @@ def test_a_held_out_loss_is_called_loss_on_held_out_data(metric, said):
     for run in level:
         run.seconds = [0.005] * 40
     made = compare(base, level, metric=metric, maximize=True)  # `logs` begins at 0.125
-    assert f"same {said} over 3 seeds" in headline.gains(made) and f"final {said} 1.250" in made.summary
+    assert f"same {said} over 3 seeds" in headline.gains(made) and headline.gains(made) in made.summary
     shown = page.html(made)
     assert f"<b>Gap in {said}</b>" in shown and f"final {said}" in shown
     assert "\n".join(table.lines(made)).count("held_out") == 0
@@ -123,9 +123,9 @@ def test_a_recording_counts_optimizers_with_a_loss_and_not_losses(two, objective
     amp.restore()
 
 
-@pytest.mark.parametrize(("steps", "said"), [(1, "1 step decides little"), (20, "20 steps decide little"), (30, "")])
+@pytest.mark.parametrize(("steps", "said"), [(1, "1 step decides nothing"), (20, "20 steps decide little"), (30, "")])
 def test_a_summary_warns_of_few_steps(steps, said):
     made = compare(seeds("O0", *BASE, steps=steps), seeds("O2", *SAME, ms=5, steps=steps))
-    assert made.few_steps_note == (f"{said}: train for more" if said else "")
+    assert made.few_steps_note == (f"{said}: train for at least 30" if said else "")
     assert ("decide" in made.summary) is ("decide" in headline.how_sure(made)) is bool(said)
-    assert ("Use O2" in made.summary) is (steps > 1), "its only step is skipped, by a loss scale that begins too high"
+    assert ("Use O2" in made.summary) is (steps > 1), "fewer than ten decide nothing"

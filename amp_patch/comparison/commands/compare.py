@@ -51,7 +51,7 @@ def compare(args: argparse.Namespace) -> None:
             runs, asked, cut, load = _measure(plan, args, interrupts, found, before)
         told = compare_folder.keep_machine(args.out, machine(load.words()))
         comparison = comparison_of(args, plan, runs, asked, told)
-        if comparison.unexplained and comparison.survey is None and not cut:
+        if (comparison.unmeasured or comparison.to_paste) and comparison.survey is None and not cut:
             cut = _survey(plan, args, interrupts, comparison)
             comparison = comparison_of(args, plan, runs, asked, told)
         shown = show(comparison, args.out)
@@ -80,15 +80,16 @@ def _measure(
 
 
 def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, comparison: Comparison) -> int:
-    """Survey the script's first step, for the reasons of levels that ended badly.
+    """Survey the first step, for the reasons of levels that ended badly and for lines to change before pasting.
 
     Returns:
         The exit status of an interrupt; 0 if there was none.
     """
     levels = listed([level.name for level in comparison.unexplained])
-    print(f"surveying the first step for lines that break {levels}", flush=True)
+    what = f"that break {levels}" if levels else "to change before the level's own can be pasted"
+    print(f"surveying the first step for lines {what}", flush=True)
     try:
-        survey_script(plan, args, interrupts)
+        survey_script(plan, args, interrupts, comparison.unmeasured)
     except Ended as interrupt:
         return interrupt.status
     return 0

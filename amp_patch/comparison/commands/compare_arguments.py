@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.comparison.commands import batch_search, compare_baseline
-from amp_patch.comparison.plan import EMULATED, LEVELS, MARGIN, MIN_GAIN, SEEDS, Plan, quick_levels
+from amp_patch.comparison.plan import EMULATED, LEVELS, MARGIN, MEMORY, MIN_GAIN, SEEDS, SMALL, SPEED, Plan, levels_for
 from amp_patch.environment import RUNGS
 from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
 from amp_patch.run import no_cuda
 from amp_patch.run.run import add_cast_arguments, notebook_advice
 
 _OF_PLAN = ("steps", "dtype", "metric", "maximize", "inspect", "min_gain", "margin")
-_OF_ONE_CALL = ("levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments", "baseline")
+_OF_ONE_CALL = ("out", "levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments", "baseline")
 _EPILOG = """
 The script is not changed. AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides its arguments of
 amp.initialize; it can read the seed from AMP_PATCH_SEED. Its loss, times, memory and loss scale are recorded by
@@ -71,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=100 * MIN_GAIN,
         metavar="PERCENT",
         help="recommend a level for its memory only if it saves more than this of the training's (default %(default)g)",
+    )
+    add(
+        "--for",
+        choices=(SPEED, MEMORY),
+        default=SPEED,
+        help="of the levels as good as O0, recommend the fastest (speed, the default), or the smallest (memory), with "
+        f"{' and '.join(SMALL)} among them; a script with BF16 weights gets these in any case",
     )
     add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
     batch_search.add_arguments(parser)
@@ -165,13 +172,15 @@ def plan_of(args: argparse.Namespace) -> Plan:
     for flag, value in own.items():
         if args.quick and value is not None:
             raise ValueError(f"compare: --quick has levels and seeds of its own, and {flag} contradicts it; give one")
-    levels = tuple(level.strip() for level in args.levels.split(",")) if args.levels is not None else LEVELS
-    levels = quick_levels(args.dtype) if args.quick else levels
+    goal = getattr(args, "for", SPEED)
+    named = None if args.levels is None else tuple(level.strip() for level in args.levels.split(","))
+    levels = levels_for(goal, args.dtype, args.quick) if named is None else named
     formats = [] if args.formats is None else [name.strip() for name in args.formats.split(",")]
     if unknown := [name for name in formats if name not in PRODUCT_FORMATS]:
         raise ValueError(f"compare: --formats has {unknown[0]!r}; wanted of {', '.join(PRODUCT_FORMATS)}, as fp8,mxfp8")
     return Plan(
         levels=(*levels, *(f"{EMULATED}+{name}" for name in formats)),
         seeds=1 if args.quick else SEEDS if args.seeds is None else args.seeds,
+        goal=goal,
         **{name: getattr(args, name) for name in _OF_PLAN},
     )

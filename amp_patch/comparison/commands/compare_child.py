@@ -40,8 +40,8 @@ class Child:
         load: measures other work on the machine while the process trains.
         more: (name of the log and record files, further arguments of the script). None for the files' default name, and
             no further arguments.
-        survey: if given, the process ends after the script's first step, and writes the survey of that step to this
-            path.
+        survey: if given, a path and names of levels. The process ends after the script's first step, and writes the
+            survey of that step, measured at these levels, to the path.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Child:
         run: Run,
         load: OtherWork,
         more: tuple[str, Sequence[str]] | None = None,
-        survey: Path | None = None,
+        survey: tuple[Path, Sequence[str]] | None = None,
     ) -> None:
         self.run = run
         self._asked = copy.deepcopy(run)
@@ -219,7 +219,9 @@ def _is_whole(record: Path) -> bool:
     return re.search(rb'^\{"event": "end"', record.read_bytes(), re.MULTILINE) is not None
 
 
-def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, survey: Path | None) -> list[str]:
+def _command(
+    plan: Plan, args: argparse.Namespace, record: Path, run: Run, survey: tuple[Path, Sequence[str]] | None
+) -> list[str]:
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     shift, native = args.seed_flag is None, run.level == NATIVE
     recorded = {
@@ -231,7 +233,7 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, surve
         "batch_dim": args.batch_dim or 0,
         "modules": plan.keep is not None,
     }
-    surveyed = None if survey is None else {"path": str(survey.absolute()), "shift": shift}
+    surveyed = None if survey is None else {"path": str(survey[0].absolute()), "levels": [*survey[1]], "shift": shift}
     options = ["--recorded", json.dumps(recorded), "--surveyed", json.dumps(surveyed)]
     options += [] if args.device is None else ["--device", args.device]
     options += ["-m"] if args.module else []

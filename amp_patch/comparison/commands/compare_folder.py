@@ -22,7 +22,7 @@ import torch
 
 from amp_patch.casts.cpu_half import has_arithmetic
 from amp_patch.comparison.outcome import interrupted
-from amp_patch.comparison.plan import SEEDS, Plan, name_as_asked, quick_levels
+from amp_patch.comparison.plan import SEEDS, SMALL, SPEED, Plan, levels_for, name_as_asked
 from amp_patch.diagnose.recording.run import INTERRUPTED, KILLED, NATIVE, Event, Run, dumps, loads
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.run.machine import processor
@@ -107,8 +107,8 @@ def _with_more_seeds(asked: dict[str, Any], seeds: int | None) -> dict[str, Any]
     quick, before = asked.get("quick"), asked.get("seeds")
     if seeds is None or seeds <= (1 if quick else SEEDS if before is None else before):
         return asked
-    levels = {"quick": False, "levels": ",".join(quick_levels(asked.get("dtype")))} if quick else {}
-    return {**asked, **levels, "seeds": seeds}
+    levels = levels_for(asked.get("for", SPEED), asked.get("dtype"), True)
+    return {**asked, **({"quick": False, "levels": ",".join(levels)} if quick else {}), "seeds": seeds}
 
 
 def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:
@@ -143,7 +143,7 @@ def machine_in(folder: Path) -> dict[str, str] | None:
 
 def runs_in(folder: Path, plan: Plan) -> list[Run]:
     """Return the runs that have a record in the folder, sorted by seed: runs of the plan, and of levels added to it."""
-    more = [level for level in (NATIVE, *OPT_LEVELS) if level not in plan.levels]
+    more = [level for level in (NATIVE, *OPT_LEVELS, *SMALL) if level not in plan.levels]
     runs = [*plan.runs(), *(Run(level, seed) for level in more for seed in range(plan.seeds))]
     found = [run for run in runs if _read(run, record_of(folder, run))]
     return sorted(found, key=lambda run: run.seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from amp_patch.comparison.outcome import failure
@@ -63,16 +63,18 @@ def recorded(
             if refused is not None:
                 failed = Failure(str(refused), "" if error is not None else UNTRAINED)
             last: list[Event] = [{"event": "note", "text": note} for note in script.notes]
-            if failed is not None or script.notes or script.native.seen:
-                words, kind, where = failed or (None, "", "")
-                told = {"refused": refused is not None, "native": script.native.seen}
-                last.append({"event": "end", "error": words, "error_kind": kind, "error_where": where, **told})
+            words, kind, where = failed or (None, "", "")
+            told = {"error": words, "error_kind": kind, "error_where": where, "refused": refused is not None}
+            of_script = {"edited": script.has_begun and not script.applies(), "replaced": [*script.native.seen]}
+            last.append({"event": "end", **told, **of_script, "native": bool(script.native.seen)})
             recorder.close(*last)
 
 
 @contextmanager
-def surveyed(path: str, *, shift: bool) -> Iterator[None]:
+def surveyed(path: str, *, shift: bool, levels: Sequence[str]) -> Iterator[None]:
     """Write the survey of the first step of the training in the body to `path`, as JSON, and end the body there.
+
+    The step is measured at `levels`.
 
     Raises:
         SystemExit: the body has made no step; the message says why.
@@ -83,7 +85,7 @@ def surveyed(path: str, *, shift: bool) -> Iterator[None]:
             yield
     finally:
         if first.stepped and os.getpid() == process:
-            first.measure()
+            first.measure(levels)
             write_whole(path, dumps(first.report.to_json()) + "\n")
     if not first.stepped:
         raise SystemExit(first.why_nothing)

@@ -72,6 +72,7 @@ def comparison_of(
         command=shlex.join([*device, *script, *args.arguments]),
         folder=str(args.out),
         survey=compare_folder.survey_in(args.out),
+        goal=plan.goal,
     )
 
 

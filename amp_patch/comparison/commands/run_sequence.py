@@ -18,7 +18,7 @@ from amp_patch.comparison.commands.interrupts import Ended, Interrupts
 from amp_patch.comparison.commands.long_steps import LongSteps
 from amp_patch.comparison.lost_without_masters import with_masters
 from amp_patch.comparison.other_work import OtherWork
-from amp_patch.comparison.plan import BASELINE, Plan
+from amp_patch.comparison.plan import BASELINE, SMALL, Plan
 from amp_patch.diagnose.recording.run import EXITED, INTERRUPTED, NATIVE, OVERDUE, UNTRAINED, Run
 
 _PATIENCE = 5.0  # seconds for interrupted scripts to end
@@ -72,13 +72,13 @@ class RunSequence:
     ) -> None:
         finished = {(run.level, run.seed): run for run in found if is_finished(run)}
         self._plan = plan
-        self._added = {level for run in found for level in self._more_levels(run)}
+        self._args = args
+        self._added = {level for run in found for level in {run.level, *self._more_levels(run)} - {*plan.levels}}
         planned = plan.runs() + [Run(level, seed) for level in sorted(self._added) for seed in range(plan.seeds)]
         self.runs = sorted((finished.get((run.level, run.seed), run) for run in planned), key=lambda run: run.seed)
         self._to_make = [run for run in self.runs if all(run is not each for each in finished.values())]
         self.asked = len(self.runs)
         self.load = OtherWork()
-        self._args = args
         self._interrupts = interrupts
         self._decided = decided
         self._progress = Progress(self._to_make, plan.steps, finished=len(finished))
@@ -158,7 +158,7 @@ class RunSequence:
         if run.error_kind == OVERDUE:  # the level's other seeds would take as long
             for runs in (self.runs, self._to_make):
                 runs[:] = [each for each in runs if each.level != run.level or each.seed <= run.seed]
-        for level in self._more_levels(run) - self._added:
+        for level in sorted(self._more_levels(run) - self._added):
             self._added.add(level)
             added = [Run(level, seed) for seed in range(run.seed, self._plan.seeds)]
             for runs in (self.runs, self._to_make):
@@ -171,13 +171,17 @@ class RunSequence:
     def _more_levels(self, run: Run) -> set[str]:
         """Return the names of the levels that the plan lacks, as the events of `run` show; an empty set in a search.
 
-        The set has NATIVE, if the script uses torch's mixed precision. It has a
-        level with masters, if the script's weights are in low precision and no level of the plan has masters for them.
+        The set has NATIVE, if the script uses torch's mixed precision. If the script's weights are in low precision, it
+        has a level with masters for them, and the rungs with BF16 weights, unless the levels were named.
         """
         if self._plan.keep is not None:
             return set()
         more = {NATIVE} if run.native or run.level == NATIVE else set()
-        return more if self._plan.has_masters(run.weights_type) else {*more, with_masters(run.weights_type)}
+        if not self._plan.has_masters(run.weights_type):
+            more.add(with_masters(run.weights_type))
+        if run.weights_type == "bfloat16" and self._args.levels is None:
+            more.update(SMALL)
+        return more - {*self._plan.levels}
 
 
 def _failed_by_itself(run: Run) -> bool:

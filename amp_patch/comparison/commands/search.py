@@ -159,7 +159,7 @@ class _Trials:
         args = argparse.Namespace(**{**vars(self._args), "out": self._args.out / "trial1"})
         if compare_folder.survey_in(args.out) is None:
             try:
-                survey_script(self._plan, args, self.interrupts)
+                survey_script(self._plan, args, self.interrupts, [self.level.partition("+")[0]])
             except Ended as interrupt:
                 raise _Cut(interrupt.status) from None
         dtype = next((run.dtype for run in self._runs if run.level == self.level), None)

@@ -98,6 +98,8 @@ class Run:
         native: whether the script uses torch's own mixed precision (torch.autocast, GradScaler).
         unfinished: whether the recording ended between a forward of the training and the step that was to follow.
         caught: the line of the log that names an error, if the run made fewer steps than O0's of its seed; else "".
+        replaced: the names and lines of these autocasts and GradScalers, in words.
+        edited: whether the script chooses its level by amp_patch or Apex.
         notes: remarks for the reader of a run without an error, one line each.
         loss: the unscaled loss given to `scale_loss`: its mean over the micro-batches, summed over the loss_ids.
         loss_types: the types of "bfloat16" and "float16" that represent every loss exactly. If there is one, the loss
@@ -142,6 +144,8 @@ class Run:
     native: bool = False
     unfinished: bool = False
     caught: str = ""
+    replaced: list[str] = field(default_factory=list)
+    edited: bool = False
     notes: list[str] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     loss_types: list[str] | None = None

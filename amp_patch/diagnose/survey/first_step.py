@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.diagnose.survey.measured import measure
+from amp_patch.diagnose.survey.measured import MEASURED, measure
 from amp_patch.diagnose.survey.replay import Replay, Replays
 from amp_patch.diagnose.survey.report import Report
 from amp_patch.diagnose.survey.survey import Surveyor
@@ -74,11 +75,11 @@ class FirstStep(observers.Observer):
         """The findings of the survey. They are complete after the `with` block."""
         return self._surveyor.report
 
-    def measure(self) -> None:
-        """Measure the levels in the noted step of each model, and add the result to the report; after the block."""
+    def measure(self, levels: Sequence[str] = MEASURED) -> None:
+        """Measure `levels` in the noted step of each model, and add the result to the report; after the block."""
         with redirect_stdout(io.StringIO()):  # a forward that prints would print once for each step
             for case in (case for replay in self.replays if (case := replay.case()) is not None):
-                for found in measure(case, known=self.report.broken):
+                for found in measure(case, tuple(levels), known=self.report.broken):
                     self.report.add_measured(found)
 
     def training_begun(self, training: Any) -> None:

@@ -118,11 +118,11 @@ def measure(
 
     Args:
         case: the model in FP32, the loss and a batch.
-        levels: names of levels that compute in low precision.
+        levels: names of levels. Levels that compute alike are measured once, and others than in `LEVELS` not at all.
         seconds: after this time no further level is measured, and no cause is searched.
         known: levels that a rule has a line for: their causes are searched for 10 seconds each.
     """
-    kinds = [(level, kind) for level in levels for kind in KINDS if level in kind.levels]
+    kinds = sorted((kind.levels[0], kind) for kind in KINDS if not {*levels}.isdisjoint(kind.levels))
     end = time.monotonic() + seconds
     if not any(param.requires_grad for param in floats(list(case.model.parameters()))):
         yield from (Measured(level, kind.levels, failed="it has no trained parameters") for level, kind in kinds)
@@ -219,6 +219,7 @@ def as_dict(found: Measured) -> dict[str, Any]:
         "gradient": _finite(found.errors.gradient),
         "deserved_output": _finite(found.deserved.outputs),
         "deserved_gradient": _finite(found.deserved.gradient),
+        "words": str(found).partition(": ")[2],
         "told": found.told,
         "cause": None if found.cause is None else str(found.cause),
         "failed": found.failed,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.run.unedited.refusal import where
 from amp_patch.support.patches import Patches
 
 _OURS = "_amp_is_ours"  # attribute of an autocast: whether amp_patch constructed it
@@ -29,13 +30,15 @@ class NativePrecision:
         applies: returns whether the script is trained at a level now. If not, autocasts and GradScalers are torch's.
 
     Attributes:
-        seen: whether the script has entered an enabled autocast, or constructed an enabled GradScaler.
+        seen: the enabled autocasts that the script has entered, and the enabled GradScalers that it has constructed:
+            "GradScaler (train.py, line 9)", each once.
     """
 
     def __init__(self, kept: bool, applies: Callable[[], bool]) -> None:
         self.kept = kept
         self._applies = applies
-        self.seen = False
+        self.seen: dict[str, None] = {}
+        self._callers = set[Any]()  # of `_note`: the search for a line takes longer than a small step's autocast
 
     def install(self, patches: Patches) -> None:
         """Replace methods of torch's autocast and GradScaler, until `patches` are removed."""
@@ -65,17 +68,24 @@ class NativePrecision:
                 return original(autocast, *args)
             if autocast.fast_dtype not in LOW_PRECISION:  # an autocast to FP32 on CUDA: amp_patch casts nothing in it
                 return original(autocast, *args)
-            self.seen = True
+            self._note("torch.autocast")
             return original(autocast, *args) if self.kept else None if args else autocast
 
         return enter_or_exit
+
+    def _note(self, what: str) -> None:
+        frame = sys._getframe(2)
+        caller = (frame.f_code, frame.f_lineno, frame.f_back and frame.f_back.f_lineno)
+        if caller not in self._callers:
+            self._callers.add(caller)
+            self.seen[f"{what}{where()}"] = None
 
     def _making(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
             if scaler._enabled and self._applies():
-                self.seen = True
+                self._note("GradScaler")
                 if not self.kept:
                     scaler._enabled = False
                     setattr(scaler, _DISABLED, True)

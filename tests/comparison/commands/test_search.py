@@ -65,7 +65,7 @@ def surveyed(folder: Path, *modules: str) -> None:
 def faked_fixture(request, monkeypatch, tmp_path):
     if "slow" not in request.keywords:
         monkeypatch.setattr(search, "RunSequence", Trainings)
-        monkeypatch.setattr(search, "survey_script", lambda _, args, __: surveyed(args.out))
+        monkeypatch.setattr(search, "survey_script", lambda _, args, *__: surveyed(args.out))
     Trainings.made, Trainings.cut_at, Trainings.lost_eps = [], 0, None
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
@@ -100,7 +100,7 @@ def test_a_search_prints_each_trial_and_the_code_to_paste(capsys):
     (["gone"], ["nothing kept", "kept 0, 1", "kept 0, 1, 2", "kept 2"]),
 ])  # fmt: skip
 def test_a_search_tries_the_modules_of_the_survey_first(modules, trials, capsys, monkeypatch):
-    monkeypatch.setattr(search, "survey_script", lambda _, args, __: surveyed(args.out, *modules))
+    monkeypatch.setattr(search, "survey_script", lambda _, args, *__: surveyed(args.out, *modules))
     assert run("--level", "O5", "train.py", "--seeds", "2") == 0
     shown = capsys.readouterr().out
     assert f"the survey of the first step names lines in {', '.join(modules)}: tried first" in shown
@@ -109,7 +109,7 @@ def test_a_search_tries_the_modules_of_the_survey_first(modules, trials, capsys,
 
 
 def test_a_search_at_o6_is_not_surveyed(capsys, monkeypatch):
-    monkeypatch.setattr(search, "survey_script", lambda _, args, __: surveyed(args.out, "3"))
+    monkeypatch.setattr(search, "survey_script", lambda _, args, *__: surveyed(args.out, "3"))
     assert run("--level", "O6", "train.py", "--seeds", "2") == 0
     assert "survey" not in capsys.readouterr().out
 
