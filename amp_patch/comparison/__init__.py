@@ -20,6 +20,7 @@ Files:
 - `plan.py`: levels, seeds and steps
 - `seeds.py`: shifted seeds
 - `judge.py`: the test of a level against the baseline
+- `unjudged.py`: results that measure no quality
 - `finding.py`: its answer, as data
 - `gap.py`: the difference to the baseline at the same seeds
 - `verdict.py`: the finding in words

@@ -178,8 +178,9 @@ class Comparison:
                 "same seed tells no more than another. Then, and if a gap is above the margin but small against what",
                 f"the training gained, the range of {base}'s seeds decides: as good inside it; worse or better",
                 f"outside it, if Student's paired t-test (two-sided) rejects chance at {whole_percent(SIGNIFICANCE)}.",
-                "A level with a run that diverged (its result is missing or not finite) or collapsed is not to be",
-                f"used, whatever the test says. A run has collapsed if its result is worse than all of {base}'s by",
+                "A level with a run that diverged (its result is missing or not finite), collapsed, or made fewer",
+                f"steps than {base}'s after an error is not to be used, whatever the test says. A run has collapsed if",
+                f"its result is worse than all of {base}'s by",
                 f"more than {COLLAPSED_RANGES} times their range and by more than half of what {base}'s training",
                 "gained, from its start to its worst result. If a metric is logged once, 10 % of it replace that",
                 "half; with one seed, a training loss must be worse by more than it ever moved. Losses that a model",
@@ -357,7 +358,7 @@ class Comparison:
             ended = (self.asked_runs or 0) - self.cut
             lines.append(f"{ended} of {self.asked_runs} runs have ended; the others were cut")
         lines += [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
-        if self.metric == LOSS and len({run.steps for run in well}) > 1:
+        if self.metric == LOSS and len({run.steps for run in well if id(run) not in self._stopped}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         lines += self._rounded_losses
         lines += [note for note in (self.kernels_note,) if note]

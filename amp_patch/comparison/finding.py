@@ -72,6 +72,7 @@ class Finding:
         unjudged: why the kind is "unjudged"; "" for other kinds:
             "sum": the loss is a sum over several optimizers, for example a GAN's.
             "both ways": some parameters maximize the loss, and others minimize it.
+            "rises": the baseline's training made the loss larger.
             "direction": the baseline's training made the metric worse.
             "around 0": the baseline's loss changes its sign and does not fall, as a policy gradient's.
             "constant": the baseline's figure is the same at every step.

@@ -65,7 +65,7 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
     )
     p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
     found = replace(found, gap=apart, p=p)
-    if why not in ("sum", "both ways", "direction", unjudged.CONSTANT):
+    if why not in unjudged.NO_BOUND:
         found = replace(found, collapsed=_collapsed(level, base, metric, sign))
     if found.diverged or found.collapsed:
         return replace(found, kind="differs")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.comparison.plan import BASELINE, keep_variable, variables
+from amp_patch.comparison.unjudged import OF_LEVEL
 from amp_patch.comparison.verdict import gap_in_words
 from amp_patch.diagnose import wording
 from amp_patch.environment import named_level
@@ -55,7 +56,7 @@ class Trial:
             return self.why if self.without_base else ""
         found = self.level.finding
         lost = any(each.eps is not None for each in found.diverged)  # every module that is not kept divides by 0
-        untold = found.unjudged not in ("", "too good") or self.same_seeds
+        untold = found.unjudged not in ("", *OF_LEVEL) or self.same_seeds
         return self.level.verdict.reason if not self.passes and (lost or untold) else ""
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amp_patch.comparison.level_result import LevelResult
+from amp_patch.comparison.unjudged import OF_LEVEL
 from amp_patch.diagnose.recording.run import INTERRUPTED, KILLED, OUT_OF_MEMORY
 from amp_patch.diagnose.survey.report import Line
 from amp_patch.diagnose.wording import counted, listed
@@ -27,7 +28,7 @@ def ended_badly(level: LevelResult) -> bool:
     """
     found = level.finding
     faults = [run for run in level.failed if run.error_kind not in (INTERRUPTED, KILLED, OUT_OF_MEMORY)]
-    doubtful = (found.kind == "undecided" and not found.promising) or found.unjudged == "too good"
+    doubtful = (found.kind == "undecided" and not found.promising) or found.unjudged in OF_LEVEL
     return known_as(level.level, level.dtype) != "" and bool(faults or found.rejected or found.skips or doubtful)
 
 

@@ -144,8 +144,9 @@ def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str
     behind = rect(share(left), "-1%", share(max(right - left, 0.004)), "102%", "band")
     behind += line(share(_ZERO), 0, share(_ZERO), "100%", "soft")
     missing = len(level.final) - len(level.finite)
+    lost = f"{missing} of {len(level.final)} {'stopped' if level.stopped else 'not finite'}"
     if gap is None or base is None:
-        at_end = f"{missing} of {len(level.final)} not finite" if missing else wording.digits(level.mean or 0.0, 4)
+        at_end = lost if missing else wording.digits(level.mean or 0.0, 4)
         return behind + _centred(text("99%", 4.5, at_end, "soft" if level is base else "lost", size=12, more=_END))
     ink, unit = _INKS[headline.state(level, comparison)], _unit(comparison)
     mean, ends = gap.mean / unit, [each / unit for each in (gap.low, gap.high) if each is not None]
@@ -160,7 +161,7 @@ def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str
         made += f'<circle cx="{share(_place(mean, reach))}" cy="0" r="4.5" style="{look}"/>'
     words = percent_of(gap) or wording.signed(gap.mean)
     beyond = f"{words} →" if mean > reach else f"← {words}" if mean < -reach else words
-    said = f"{missing} of {len(level.final)} not finite" if missing else beyond
+    said = lost if missing else beyond
     return behind + _centred(made * (not missing) + text("99%", 4.5, said, ink, size=12, more=_END))
 
 

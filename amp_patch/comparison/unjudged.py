@@ -29,10 +29,17 @@ _LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "nll", "mse", "mae", "fid
 
 LEAST_STEPS, FEW_STEPS = 10, 30  # fewer steps than the first decide nothing; fewer than the second, little
 FP64, CONSTANT = "FP64", "constant"
+# Reasons for which the baseline's results tell nothing of a collapse, and reasons that lie in the level, not in them.
+NO_BOUND = ("sum", "both ways", "rises", "direction", CONSTANT)
+OF_LEVEL = ("length", "rounded", "too good")
 _BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
 _WORDS = {
     "sum": ("a sum of the losses of several optimizers, as a GAN's, tells nothing of quality", _BY_METRIC),
     "both ways": ("some parameters maximize the loss, others minimize it: it tells nothing of quality", _BY_METRIC),
+    "rises": (
+        "the baseline's training makes the loss larger",
+        f"add --maximize if the training maximizes it; if not, {_BY_METRIC}",
+    ),
     "direction": (
         "the baseline's training made it worse: with --maximize more of it is better, without it less is",
         "add --maximize, or leave it out",
@@ -109,7 +116,7 @@ def by_figures(level: LevelResult, base: LevelResult, terms: Terms) -> str:
     if metric == LOSS and any(run.maximized == "some" for run in every):
         return "both ways"
     if _worsened(base, metric, terms.sign):
-        return "direction"
+        return "rises" if metric == LOSS and terms.sign == 1 else "direction"
     if metric == LOSS and _around_0(base):
         return "around 0"
     shorter = any(run.steps < other.steps for run, other in pairs_of(level, base))

@@ -122,8 +122,8 @@ SITUATIONS = [
     same(
         "the training makes the loss larger",
         (turned(seeds("O0", *BASE)), turned(seeds("O5", *off(1.6), **BF16, **FAST))),
-        ("unjudged direction", FOR_NOW),
-        "made it worse: with --maximize more of it is better",
+        ("unjudged rises", FOR_NOW),
+        "the baseline's training makes the loss larger; add --maximize if the training maximizes it",
     ),
     same(
         "some parameters maximize",

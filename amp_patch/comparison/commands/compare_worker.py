@@ -58,7 +58,7 @@ def recorded(
             failed = failure(recorder, run, error)
             if failed is not None and error is None:
                 refused = script.missing()
-                if script.loaders.words and not recorder.losses:
+                if script.loaders.words and not (recorder.losses or recorder.is_in_a_step):
                     failed = Failure(f"no batch came: {script.loaders.words}", UNTRAINED)
             if refused is not None:
                 failed = Failure(str(refused), "" if error is not None else UNTRAINED)

@@ -15,6 +15,7 @@ Files:
 - `loose_tensors.py`: trained tensors outside of any model
 - `arrays.py`: NumPy arrays of outputs
 - `pickles.py`: files that the script saves
+- `empty_loaders.py`: loaders without a batch
 - `exports.py`: exports of a model in training
 - `handmade.py`: updates without an optimizer
 - `processes.py`: child processes, and memory that processes share

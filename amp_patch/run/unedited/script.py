@@ -170,7 +170,7 @@ class UneditedScript(observers.Observer):
         if not self._optimizers_made:
             why = "it made no optimizer of torch.optim in this process, and called no backward()"
             then = "For inference alone there is no level to compare; amp.initialize(model) takes a model alone"
-        elif self.loaders.words:
+        elif self.loaders.words and not self._initialized:
             why, then = f"no batch came: {self.loaders.words}", "Give it more samples, or a smaller batch"
         elif not self._initialized and self._evaluated:
             why, then = "it called its model without gradients alone, as inference does", "A level is for a training"
