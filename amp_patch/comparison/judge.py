@@ -12,7 +12,7 @@ from dataclasses import replace
 from amp_patch.comparison import measures, unjudged
 from amp_patch.comparison.finding import Collapse, Finding, Lost, Skips
 from amp_patch.comparison.gap import Gap, gap
-from amp_patch.comparison.level_result import LevelResult, has_no_spread, same_losses
+from amp_patch.comparison.level_result import LevelResult, has_no_spread, pairs_of, same_losses
 from amp_patch.comparison.measures import LOSS
 from amp_patch.comparison.unjudged import BY_LOGGED_ONCE, CURVE, Terms, gained
 from amp_patch.diagnose.recording.run import INTERRUPTED
@@ -69,7 +69,7 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
         found = replace(found, collapsed=_collapsed(level, base, metric, sign))
     if found.diverged or found.collapsed:
         return replace(found, kind="differs")
-    pairs = [pair for pair in unjudged.pairs_of(level, base) if pair[0].seed in seeds]
+    pairs = [pair for pair in pairs_of(level, base) if pair[0].seed in seeds]
     if why != unjudged.CONSTANT and ours == theirs and all(same_losses(*pair) for pair in pairs):
         why, found = unjudged.FP64 * base.is_fp64, replace(found, kind="within", to_the_bit=True)
     elif not why and 0 < min(run.steps for run in (*level.runs, *base.runs)) < unjudged.LEAST_STEPS:

@@ -151,9 +151,7 @@ def measured(level: LevelResult, base: LevelResult | None, by_cpu_time: bool) ->
     if base is not None and not level.emulated:
         if found["lost_updates"] is None:
             found["lost_updates"] = _lost_updates(base.runs, level.dtype)
-        of_seed = {run.seed: run for run in base.runs}
-        pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
-        found["speedup"] = measures.speedup(pairs, by_cpu_time)
+        found["speedup"] = measures.speedup(pairs_of(level, base), by_cpu_time)
         found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
         found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
     if level.emulated:
@@ -183,6 +181,12 @@ def failures(level: LevelResult, *, short: bool = False) -> list[str]:
 def seeds_in_words(seeds: Sequence[int]) -> str:
     """Format seeds: "seed 0", "seeds 0 and 2"."""
     return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
+
+
+def pairs_of(level: LevelResult, base: LevelResult) -> list[tuple[Run, Run]]:
+    """Return (run of the baseline, run of the level) for each seed that both have a run of."""
+    of_seed = {run.seed: run for run in base.runs}
+    return [(of_seed[run.seed], run) for run in level.runs if run.seed in of_seed]
 
 
 def stopped_runs(runs: Iterable[Run]) -> list[Run]:

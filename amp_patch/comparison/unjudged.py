@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from amp_patch.comparison import measures
 from amp_patch.comparison.gap import Gap
-from amp_patch.comparison.level_result import LevelResult, has_no_spread
+from amp_patch.comparison.level_result import LevelResult, has_no_spread, pairs_of
 from amp_patch.comparison.measures import LOSS
 from amp_patch.diagnose.recording.run import LOW_TYPES, Run
 from amp_patch.diagnose.wording import counted, two
@@ -33,41 +33,31 @@ FP64, CONSTANT = "FP64", "constant"
 NO_BOUND = ("sum", "both ways", "rises", "direction", CONSTANT)
 OF_LEVEL = ("length", "rounded", "too good")
 _BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
-_WORDS = {
-    "sum": ("a sum of the losses of several optimizers, as a GAN's, tells nothing of quality", _BY_METRIC),
-    "both ways": ("some parameters maximize the loss, others minimize it: it tells nothing of quality", _BY_METRIC),
-    "rises": (
-        "the baseline's training makes the loss larger",
-        f"add --maximize if the training maximizes it; if not, {_BY_METRIC}",
-    ),
-    "direction": (
-        "the baseline's training made it worse: with --maximize more of it is better, without it less is",
-        "add --maximize, or leave it out",
-    ),
-    "around 0": ("the baseline's loss changes its sign and does not fall, as a policy gradient's", _BY_METRIC),
-    CONSTANT: ("the baseline's is the same at every step: it measures nothing", _BY_METRIC),
-    FP64: (
-        "the script's weights are FP64, which this level leaves as they are: every loss is O0's",
-        "make the model and its inputs FP32, and compare again",
-    ),
-    "few steps": (f"it has fewer than {LEAST_STEPS} steps", f"train for at least {FEW_STEPS}"),
-    "length": (
-        "it made {steps} of O0's {of}, and nothing tells why: early stopping, or an error that the script catches",
-        f"look into its log; if the training ends by itself, {_BY_METRIC}",
-    ),
-    "scale": (
-        "{skipped} of {steps} steps were the search for a loss scale, and O0 was as far that many steps before its end",
-        "train for more steps",
-    ),
-    "rounded": (
-        "the first losses, from the same weights and batches, lie up to {apart} % apart already: its forward rounds "
-        "the loss, as a sum in {dtype} does",
-        f"compute the loss from FP32 numbers, or {_BY_METRIC}",
-    ),
-    "too good": (
-        "it is better by more than a rounding explains",
-        "look whether all runs train on the same batches, and none goes on from another's checkpoint",
-    ),
+# `Finding.unjudged` -> why results are not judged.
+_WHY = {
+    "sum": "a sum of the losses of several optimizers, as a GAN's, tells nothing of quality",
+    "both ways": "some parameters maximize the loss, others minimize it: it tells nothing of quality",
+    "rises": "the baseline's training makes the loss larger",
+    "direction": "the baseline's training made it worse: with --maximize more of it is better, without it less is",
+    "around 0": "the baseline's loss changes its sign and does not fall, as a policy gradient's",
+    CONSTANT: "the baseline's is the same at every step: it measures nothing",
+    FP64: "the script's weights are FP64, which this level leaves as they are: every loss is O0's",
+    "few steps": f"it has fewer than {LEAST_STEPS} steps",
+    "length": "it made {steps} of O0's {of}: by early stopping, or after an error that the script catches",
+    "scale": "{skipped} of {of} were the search for a loss scale: O0 was as far that many steps before its end",
+    "rounded": "from the same weights and batches, first losses lie up to {apart} % apart: its forward rounds the loss",
+    "too good": "it is better by more than a rounding explains",
+}
+# `Finding.unjudged` -> the way out, if it is not a metric.
+_WAY_OUT = {
+    "rises": f"add --maximize if the training maximizes it; if not, {_BY_METRIC}",
+    "direction": "add --maximize, or leave it out",
+    FP64: "make the model and its inputs FP32, and compare again",
+    "few steps": f"train for at least {FEW_STEPS}",
+    "length": f"look into its log; if the training ends by itself, {_BY_METRIC}",
+    "scale": "train for more steps",
+    "rounded": f"compute the loss from FP32 numbers, or {_BY_METRIC}",
+    "too good": "look whether all runs train on the same batches, and none goes on from another's checkpoint",
 }
 
 
@@ -88,22 +78,10 @@ class Terms(NamedTuple):
 def in_words(why: str, level: LevelResult, base: LevelResult) -> tuple[str, str]:
     """Put `Finding.unjudged` into words: why the level is not judged, and the way out, without full stops."""
     pairs = pairs_of(level, base)
-    ours, theirs = min(pairs, key=lambda pair: pair[0].steps, default=(Run(""), Run("")))
-    reason, way_out = _WORDS[why]
-    figures = {
-        "steps": ours.steps,
-        "of": counted(theirs.steps, "step"),
-        "skipped": max(level.skips, default=0),
-        "apart": two(100 * first_losses_apart(pairs)),
-        "dtype": level.type_name,
-    }
-    return reason.format(**figures), way_out
-
-
-def pairs_of(level: LevelResult, base: LevelResult) -> list[tuple[Run, Run]]:
-    """Return (run of the level, run of the baseline) for each seed that both have a run of."""
-    of_seed = {run.seed: run for run in base.runs}
-    return [(run, of_seed[run.seed]) for run in level.runs if run.seed in of_seed]
+    steps, of = min(((run.steps, other.steps) for other, run in pairs), default=(0, 0))
+    skipped, apart = max(level.skips, default=0), two(100 * first_losses_apart(pairs))
+    said = _WHY[why].format(steps=steps, of=counted(of, "step"), skipped=skipped, apart=apart)
+    return said, _WAY_OUT.get(why, _BY_METRIC)
 
 
 def by_figures(level: LevelResult, base: LevelResult, terms: Terms) -> str:
@@ -119,7 +97,7 @@ def by_figures(level: LevelResult, base: LevelResult, terms: Terms) -> str:
         return "rises" if metric == LOSS and terms.sign == 1 else "direction"
     if metric == LOSS and _around_0(base):
         return "around 0"
-    shorter = any(run.steps < other.steps for run, other in pairs_of(level, base))
+    shorter = any(run.steps < other.steps for other, run in pairs_of(level, base))
     return "length" if metric == LOSS and shorter and len({run.steps for run in base.runs}) == 1 else ""
 
 
@@ -172,7 +150,7 @@ def by_gap(apart: Gap, level: LevelResult, base: LevelResult, terms: Terms) -> s
 
 def first_losses_apart(pairs: list[tuple[Run, Run]]) -> float:
     """Return how far the first losses of runs with the same seed lie apart at most, as a share of the baseline's."""
-    first = [each for run, other in pairs for each in zip(run.loss[:_FIRST], other.loss[:_FIRST], strict=False)]
+    first = [each for other, run in pairs for each in zip(run.loss[:_FIRST], other.loss[:_FIRST], strict=False)]
     return max((abs(a / b - 1) for a, b in first if b and math.isfinite(a) and math.isfinite(b)), default=0.0)
 
 
@@ -181,7 +159,7 @@ def _behind(pairs: list[tuple[Run, Run]], steps: int) -> float:
     before = max(1, steps // 8)
     moved = [
         sum(run.skipped) * (measures.final(other, LOSS, steps - before) - measures.final(other, LOSS, steps)) / before
-        for run, other in pairs
+        for other, run in pairs
     ]
     known = [each for each in moved if math.isfinite(each)]
     return statistics.mean(known) if known else 0.0
