@@ -80,7 +80,7 @@ def _measure(
 
 
 def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, comparison: Comparison) -> int:
-    """Survey the first step, for the reasons of levels that ended badly and for lines to change before pasting.
+    """Survey the script's first step, for the reasons of levels that ended badly and for lines to change by hand.
 
     Returns:
         The exit status of an interrupt; 0 if there was none.
