@@ -131,10 +131,16 @@ class Comparison:
 
     @property
     def to_paste(self) -> bool:
-        """Whether the report has lines to paste into a script that makes no call of amp_patch or Apex."""
+        """Whether the report has lines to paste into a script that chooses no level by amp_patch or Apex."""
         found = self.recommendation
         best = None if found is None or found.so_far else found.level
         return best is not None and best is not self.baseline and best.level != NATIVE and not self.is_edited
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the script cannot be edited as its runs were trained: their notes have lines that were mended."""
+        best = self.recommended
+        return self.to_paste and best is not None and any(run.notes for run in best.runs)
 
     @property
     def is_edited(self) -> bool:
@@ -319,7 +325,7 @@ class Comparison:
             return ""
         beside = measured(best, own, measures.is_crowded(self.runs))
         cost = ", ".join(filter(None, [speed_in_words(beside), memory_in_words(beside)]))
-        return f"Beside {own.name}: {cost}." if cost else ""
+        return f"{best.name} beside {own.name}: {cost}." if cost else ""
 
     def why_nothing(self) -> str:
         """Return the reason why there is nothing to compare, with a full stop."""

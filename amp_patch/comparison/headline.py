@@ -180,7 +180,7 @@ def to_change(comparison: Comparison) -> list[str]:
     own = [*dict.fromkeys(words for run in comparison.runs for words in run.replaced)]
     replaced = [f"{listed(own)}: remove; scaler.step(optimizer) becomes optimizer.step()"] if own else []
     lines = named_lines.to_change(comparison.survey, best)
-    return replaced + [f"{line.place}: {line.edit}" for line in lines]
+    return replaced + [f"{line.place} ({line.op}): {line.edit}" for line in lines]
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import autocast_mode
 
 from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.of_model import followed_policy, running
@@ -120,6 +121,11 @@ def _advice(policy: Policy, error: RuntimeError | KeyError) -> str | None:
         return f"calls a function that torch does not have for {low}, the type of {level}: give it {wide}{kept}"
     if not is_about_types(error):
         return None
+    if casts_model and _in_autocast(error):
+        return (
+            f"mixes types: initialize() cast the model to {low}, and a torch.autocast around it casts to types of its "
+            "own. Remove that autocast; of Accelerate's it is Accelerator(mixed_precision='no')"
+        )
     if any(frame.f_code.co_name == "batch_norm" for frame, _ in frames_of(error)):
         way = "pass keep_batchnorm_fp32=False to" if casts_model else f"call {_FLOAT_NORMS} before"
         return f"runs a batch norm under torch.vmap, where its tensors must have one type: {way} initialize()"
@@ -135,6 +141,13 @@ def _advice(policy: Policy, error: RuntimeError | KeyError) -> str | None:
         "it to amp.register_float_function(module, name) before initialize(). If a local variable holds a function of "
         "torch (loss_fn = F.mse_loss), assign it after initialize()"
     )
+
+
+def _in_autocast(error: RuntimeError | KeyError) -> bool:
+    """Return whether a torch.autocast is on around the forward, or around the function that replaces it."""
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        return True
+    return any(frame.f_code.co_filename == autocast_mode.__file__ for frame, _ in frames_of(error))
 
 
 def _refuse_changed_types(model: nn.Module, policy: Policy, error: RuntimeError | KeyError, kept_class: type) -> None:

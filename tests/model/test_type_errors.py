@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -79,6 +80,29 @@ def words_of(call: Callable[[Tensor], Any], level: str) -> str:
 def test_number_beyond_the_range_of_fp16_is_explained(name: str, level: str) -> None:
     words = words_of(OVERFLOWS[name], level)
     assert f"{level} makes tensors torch.float16" in words and "torch.finfo(x.dtype).min" in words
+
+
+@pytest.mark.parametrize("way", ["around the call", "in place of forward, as Accelerate does"])
+@pytest.mark.parametrize(
+    ("level", "low", "other"), [("O2", torch.float16, torch.bfloat16), ("O5", torch.bfloat16, torch.float16)]
+)
+def test_an_autocast_around_a_cast_model_is_named_and_no_tensor_of_forward(level, low, other, way) -> None:
+    def put(x: Tensor) -> None:
+        torch.zeros(4, 4, dtype=low)[torch.arange(4)] = x @ x
+
+    model, _ = trained(put, level)
+    autocast = torch.autocast("cpu", other)
+    if way != "around the call":
+        model.forward = autocast(model.forward)
+    with (
+        autocast if way == "around the call" else nullcontext(),
+        pytest.raises(RuntimeError, match=r"torch.autocast around it casts to types of its own") as caught,
+    ):
+        model(torch.randn(4, 4))
+    assert "forward makes" not in str(caught.value)
+    amp.restore()
+    model, _ = trained(put, level)
+    assert model(torch.randn(4, 4)).dtype is torch.float32, "without it nothing mixes"
 
 
 @pytest.mark.parametrize(("level", "low"), [("O2", "float16"), ("O5", "bfloat16")])

@@ -51,7 +51,7 @@ def compare(args: argparse.Namespace) -> None:
             runs, asked, cut, load = _measure(plan, args, interrupts, found, before)
         told = compare_folder.keep_machine(args.out, machine(load.words()))
         comparison = comparison_of(args, plan, runs, asked, told)
-        if (comparison.unmeasured or comparison.to_paste) and comparison.survey is None and not cut:
+        if (comparison.unmeasured or comparison.is_served) and comparison.survey is None and not cut:
             cut = _survey(plan, args, interrupts, comparison)
             comparison = comparison_of(args, plan, runs, asked, told)
         shown = show(comparison, args.out)
