@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ from amp_patch.comparison.level_result import (
     went_well,
 )
 from amp_patch.comparison.measures import ALIKE, LOSS
-from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SEEDS, SPEED
+from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SPEED
 from amp_patch.comparison.recommendation import Recommendation, memory_in_words, recommend, speed_in_words, summary
 from amp_patch.comparison.unjudged import FEW_STEPS, LEAST_STEPS, Terms
 from amp_patch.comparison.verdict import failures_in_words, verdict
@@ -123,29 +122,6 @@ class Comparison:
         if self.baseline is None or self.baseline.level != BASELINE:
             return []
         return [level for level in self.levels if named_lines.ended_badly(level)]
-
-    @property
-    def unmeasured(self) -> list[str]:
-        """The levels, by their names in a survey, whose first step a survey should measure: `unexplained`."""
-        return [named_lines.known_as(level.level, level.dtype) for level in self.unexplained]
-
-    @property
-    def to_paste(self) -> bool:
-        """Whether the report has lines to paste into a script that chooses no level by amp_patch or Apex."""
-        found = self.recommendation
-        best = None if found is None or found.so_far else found.level
-        return best is not None and best is not self.baseline and best.level != NATIVE and not self.is_edited
-
-    @property
-    def is_served(self) -> bool:
-        """Whether the script cannot be edited as its runs were trained: their notes have lines that were mended."""
-        best = self.recommended
-        return self.to_paste and best is not None and any(run.notes for run in best.runs)
-
-    @property
-    def is_edited(self) -> bool:
-        """Whether the script chooses its level by amp_patch or Apex."""
-        return any(run.edited for run in self.runs)
 
     @cached_property
     def baseline(self) -> LevelResult | None:
@@ -292,26 +268,6 @@ class Comparison:
         return (
             f"{base.name} runs {kernels}: what a level is faster by is that, and not what it gains on another machine"
         )
-
-    @property
-    def to_be_sure(self) -> str:
-        """If one seed decides nothing, the shell command that compares with more seeds, in a folder of its own.
-
-        It names each level that is not ruled out, and asks for more steps if there were too few. "" if the baseline has
-        more seeds, if no command made the comparison, or if nothing is left to decide.
-        """
-        found, base = self.recommendation, self.baseline
-        few = self.asked_steps is not None and self.steps < LEAST_STEPS
-        if not self.again or found is None or base is None or len(base.finite) > 1:
-            return ""
-        if not (found.so_far or few or "undecided" in found.because):
-            return ""
-        left = [level.level for level in self.levels if level is not base and not level.finding.ruled_out]
-        names, again = ",".join(name for name in left if name != NATIVE), self.again
-        if self.asked_steps is not None and self.asked_steps < FEW_STEPS:
-            again = again.replace(f"--steps={self.asked_steps}", f"--steps={FEW_STEPS}", 1)
-        out = f"--out={shlex.quote(f'{self.folder}_sure')} " if self.folder else ""
-        return f"python -m amp_patch compare --levels {names} --seeds {SEEDS} {out}{again}" if names else ""
 
     @property
     def beside_script(self) -> str:

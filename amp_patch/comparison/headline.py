@@ -167,15 +167,32 @@ def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
         "with amp.scale_loss(loss, optimizer) as scaled_loss:",
         "    scaled_loss.backward()",
     ]
-    edit = ["# in its call of amp.initialize:", call] if comparison.is_edited else edit
+    edit = ["# in its call of amp.initialize:", call] if _is_edited(comparison) else edit
     command = f"{variables(best.level, other)} python -m amp_patch run {comparison.command}"
     return edit, command if comparison.command else ""
+
+
+def _is_edited(comparison: Comparison) -> bool:
+    return any(run.edited for run in comparison.runs)  # the script chooses its level by amp_patch or Apex
+
+
+def is_served(comparison: Comparison) -> bool:
+    """Return whether there are lines to paste for a level at which the script was trained with mended lines.
+
+    The notes of the level's runs name these.
+    """
+    best = comparison.recommended
+    return best is not None and any(run.notes for run in best.runs) and _pastes(comparison)
+
+
+def _pastes(comparison: Comparison) -> bool:
+    return bool(how_to_use(comparison)[0]) and not _is_edited(comparison)
 
 
 def to_change(comparison: Comparison) -> list[str]:
     """Return the lines of the script that must change before those of `how_to_use` are pasted, each with its edit."""
     best = comparison.recommended
-    if best is None or not comparison.to_paste:
+    if best is None or not _pastes(comparison):
         return []
     own = [*dict.fromkeys(words for run in comparison.runs for words in run.replaced)]
     replaced = [f"{listed(own)}: remove; scaler.step(optimizer) becomes optimizer.step()"] if own else []

@@ -24,12 +24,12 @@ def ended_badly(level: LevelResult) -> bool:
     """Return whether a run failed, diverged, collapsed or skipped many steps, or the level seems worse, or too good.
 
     Runs that were interrupted, were killed or lacked memory do not count: no line of user code is to blame. False for
-    levels that no survey judges (`known_as`).
+    levels that no survey judges (`_known_as`).
     """
     found = level.finding
     faults = [run for run in level.failed if run.error_kind not in (INTERRUPTED, KILLED, OUT_OF_MEMORY)]
     doubtful = (found.kind == "undecided" and not found.promising) or found.unjudged in OF_LEVEL
-    return known_as(level.level, level.dtype) != "" and bool(faults or found.rejected or found.skips or doubtful)
+    return _known_as(level.level, level.dtype) != "" and bool(faults or found.rejected or found.skips or doubtful)
 
 
 def named(survey: Survey | None, level: LevelResult) -> list[Line]:
@@ -65,7 +65,7 @@ def beside(survey: Survey | None, level: LevelResult) -> str:
 
 
 def _measured(survey: Survey, level: LevelResult, lines: Sequence[Line]) -> list[str]:
-    name = known_as(level.level, level.dtype)
+    name = _known_as(level.level, level.dtype)
     found = [
         each.get("words", "") for each in survey.get("measured", []) if name in each["levels"] and not each["failed"]
     ]
@@ -75,7 +75,7 @@ def _measured(survey: Survey, level: LevelResult, lines: Sequence[Line]) -> list
 def to_change(survey: Survey | None, level: LevelResult) -> list[Line]:
     """Return the lines that must change before a script that was not edited runs at the level with `initialize`."""
     lines = [] if survey is None else [Line(**each) for each in survey.get("lines", [])]
-    return [line for line in lines if line.served and known_as(level.level, level.dtype) in line.levels]
+    return [line for line in lines if line.served and _known_as(level.level, level.dtype) in line.levels]
 
 
 def edits(survey: Survey | None, levels: Sequence[LevelResult]) -> list[tuple[Line, list[str]]]:
@@ -106,10 +106,15 @@ def note(survey: Survey | None, levels: Sequence[LevelResult]) -> str:
 
 def _lines(survey: Survey | None, level: str, dtype: str | None) -> list[Line]:
     lines = [] if survey is None else [Line(**each) for each in survey.get("lines", [])]
-    return [line for line in lines if line.breaks and known_as(level, dtype) in line.levels]
+    return [line for line in lines if line.breaks and _known_as(level, dtype) in line.levels]
 
 
-def known_as(level: str, dtype: str | None) -> str:
+def known_as(levels: Sequence[LevelResult]) -> list[str]:
+    """Return the names of levels in a survey."""
+    return [_known_as(level.level, level.dtype) for level in levels]
+
+
+def _known_as(level: str, dtype: str | None) -> str:
     """Return the level's name in a survey, which names levels without suffixes: "O2" for O2+split.
 
     If the level runs in a `dtype` other than its own, return a level of that type which casts the model, or functions,

@@ -21,6 +21,7 @@ from amp_patch.comparison import page, table
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.finding import Finding
 from amp_patch.comparison.measures import LOSS
+from amp_patch.comparison.named_lines import known_as
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.plan import (
@@ -121,8 +122,8 @@ def compare(
     load = OtherWork()
     runs = _train_all(_Job(build_fn, plan, evaluate, levels is None), verbosity, load)
     compared = replace(_compared(build_fn, plan, metric, runs), machine=machine(load.words()))
-    if compared.unmeasured and not any(run.error_kind == INTERRUPTED for run in runs):
-        compared = replace(compared, survey=_surveyed(_Job(build_fn, plan), compared.unmeasured))
+    if compared.unexplained and not any(run.error_kind == INTERRUPTED for run in runs):
+        compared = replace(compared, survey=_surveyed(_Job(build_fn, plan), known_as(compared.unexplained)))
     return compared
 
 

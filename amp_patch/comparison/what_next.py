@@ -6,6 +6,8 @@ import shlex
 
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.headline import how_to_use
+from amp_patch.comparison.judge import FEW_STEPS, LEAST_STEPS
+from amp_patch.comparison.plan import SEEDS
 from amp_patch.comparison.recommendation import stay
 from amp_patch.comparison.unjudged import in_words
 from amp_patch.comparison.verdict import more_seeds
@@ -17,7 +19,7 @@ _OF_SEARCH = ("--dtype", "--steps", "--seed-flag", "--metric", "--maximize", "--
 def commands(comparison: Comparison) -> list[tuple[str, str]]:
     """Return (purpose, command) pairs in the order of a reader's use; the last command is the one to run next."""
     resume = f"python -m amp_patch compare --resume {shlex.quote(comparison.folder)}" if comparison.folder else ""
-    found = [("use it without an edit", how_to_use(comparison)[1]), ("be sure", comparison.to_be_sure)]
+    found = [("use it without an edit", how_to_use(comparison)[1]), ("be sure", to_be_sure(comparison))]
     if comparison.cut:
         found.append(("make the runs that are missing", resume))
     elif comparison.seeds_to_tell is not None and resume:
@@ -25,6 +27,26 @@ def commands(comparison: Comparison) -> list[tuple[str, str]]:
     else:
         found.append(_search(comparison))
     return [(purpose, command) for purpose, command in found if command]
+
+
+def to_be_sure(comparison: Comparison) -> str:
+    """If one seed decides nothing, return the shell command that compares with more seeds, in a folder of its own.
+
+    It names each level that is not ruled out, and asks for more steps if there were too few. "" if the baseline has
+    more seeds, if no command made the comparison, or if nothing is left to decide.
+    """
+    found, base, steps = comparison.recommendation, comparison.baseline, comparison.asked_steps
+    if not comparison.again or found is None or base is None or len(base.finite) > 1:
+        return ""
+    few = steps is not None and comparison.steps < LEAST_STEPS
+    if not (found.so_far or few or "undecided" in found.because):
+        return ""
+    left = [level.level for level in comparison.levels if level is not base and not level.finding.ruled_out]
+    names, again = ",".join(name for name in left if name != NATIVE), comparison.again
+    if steps is not None and steps < FEW_STEPS:
+        again = again.replace(f"--steps={steps}", f"--steps={FEW_STEPS}", 1)
+    out = f"--out={shlex.quote(f'{comparison.folder}_sure')} " if comparison.folder else ""
+    return f"python -m amp_patch compare --levels {names} --seeds {SEEDS} {out}{again}" if names else ""
 
 
 def advice(comparison: Comparison) -> str:

@@ -59,7 +59,9 @@ def test_one_seed_names_a_level_so_far_and_the_command_for_more_seeds(tmp_path: 
 def test_a_command_for_more_seeds_names_the_levels_that_one_seed_leaves_open(level, headline_, levels):
     made = look(level)
     assert headline.headline(made) == headline_
-    assert made.to_be_sure == (f"python -m amp_patch compare --levels {levels} --seeds 3 {SCRIPT}" if levels else "")
+    assert what_next.to_be_sure(made) == (
+        f"python -m amp_patch compare --levels {levels} --seeds 3 {SCRIPT}" if levels else ""
+    )
 
 
 def test_the_command_for_more_seeds_repeats_all_given_options():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from compared_runs import compare, logs, seeds
 
-from amp_patch.comparison import headline, page
+from amp_patch.comparison import headline, page, what_next
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.module_search import trial_of
 from amp_patch.diagnose.lost_updates import Updates
@@ -234,7 +234,7 @@ def check(made: Comparison, expected: tuple[str, str]) -> None:
         assert (headline.outcome(advice.level, made), headline.state(advice.level, made)) == (word, colour)
         first = {"better": ("better", "loss -", "accuracy +"), "smaller": ("less memory",)}.get(reason, ("faster",))
         assert any(each in headline.gains(made).split(", ")[0].lower() for each in first), "its reason comes first"
-        assert bool(made.to_be_sure) is advice.so_far
+        assert bool(what_next.to_be_sure(made)) is advice.so_far
     for level in made.levels:
         if level is not made.baseline:
             alone = compare(made.baseline.all_runs, level.all_runs, metric=made.metric, maximize=made.maximize)

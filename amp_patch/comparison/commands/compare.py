@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from amp_patch.comparison import headline
 from amp_patch.comparison.commands import batch_search, compare_baseline, compare_folder, compare_launcher
 from amp_patch.comparison.commands.compare_arguments import check_script, defaults, plan_of
 from amp_patch.comparison.commands.interrupts import Ended, Interrupts
@@ -14,6 +15,7 @@ from amp_patch.comparison.commands.report import comparison_of, print_any_letter
 from amp_patch.comparison.commands.run_sequence import RunSequence, ended_by_failures
 from amp_patch.comparison.commands.survey_child import survey_script
 from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.named_lines import known_as
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import Plan
 from amp_patch.comparison.regression import are_decided
@@ -51,7 +53,7 @@ def compare(args: argparse.Namespace) -> None:
             runs, asked, cut, load = _measure(plan, args, interrupts, found, before)
         told = compare_folder.keep_machine(args.out, machine(load.words()))
         comparison = comparison_of(args, plan, runs, asked, told)
-        if (comparison.unmeasured or comparison.is_served) and comparison.survey is None and not cut:
+        if (comparison.unexplained or headline.is_served(comparison)) and comparison.survey is None and not cut:
             cut = _survey(plan, args, interrupts, comparison)
             comparison = comparison_of(args, plan, runs, asked, told)
         shown = show(comparison, args.out)
@@ -89,7 +91,7 @@ def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, compar
     what = f"that break {levels}" if levels else "to change before the level's own can be pasted"
     print(f"surveying the first step for lines {what}", flush=True)
     try:
-        survey_script(plan, args, interrupts, comparison.unmeasured)
+        survey_script(plan, args, interrupts, known_as(comparison.unexplained))
     except Ended as interrupt:
         return interrupt.status
     return 0
