@@ -346,7 +346,7 @@ def test_lines_to_change_come_before_those_to_paste(tmp_path):
     assert [level["name"] for level in report["levels"]] == ["O0", "O5 BF16", "your script as it is"]
     change, paste = (card.index(each) for each in ("Change these lines first", "# after the line that makes"))
     said = card[change:paste]
-    assert "GradScaler (train.py, line 17)" in said and "torch.autocast (train.py, line 20)" in said
+    assert "GradScaler (train.py, line 18)" in said and "torch.autocast (train.py, line 21)" in said
     assert "train.py:12 (matmul)" in said and change < paste
     assert "O5 BF16 beside your script as it is: " in " ".join(printed.split())
     again = python("-m", "amp_patch", "report", "amp_compare", cwd=tmp_path, env=environment())
