@@ -20,9 +20,9 @@ from amp_patch.comparison.level_result import (
 )
 from amp_patch.comparison.measures import ALIKE, LOSS
 from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SPEED
-from amp_patch.comparison.recommendation import Recommendation, memory_in_words, recommend, speed_in_words, summary
+from amp_patch.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.comparison.unjudged import FEW_STEPS, LEAST_STEPS, Terms
-from amp_patch.comparison.verdict import failures_in_words, verdict
+from amp_patch.comparison.verdict import cost, failures_in_words, verdict
 from amp_patch.diagnose.recording.run import INTERRUPTED, NATIVE, Run, check_types
 from amp_patch.diagnose.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
@@ -279,9 +279,8 @@ class Comparison:
         best = self.recommended
         if own is None or best is None or best is own:
             return ""
-        beside = measured(best, own, measures.is_crowded(self.runs))
-        cost = ", ".join(filter(None, [speed_in_words(beside), memory_in_words(beside)]))
-        return f"{best.name} beside {own.name}: {cost}." if cost else ""
+        beside = cost(measured(best, own, measures.is_crowded(self.runs)))
+        return f"{best.name} beside {own.name}: {beside}." if beside else ""
 
     def why_nothing(self) -> str:
         """Return the reason why there is nothing to compare, with a full stop."""

@@ -6,8 +6,8 @@ from amp_patch.comparison import named_lines, recommendation
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.comparison.plan import MEMORY, variables
-from amp_patch.comparison.recommendation import of_others, speed_in_words
-from amp_patch.comparison.verdict import interval_of, margin_in_words, percent_of
+from amp_patch.comparison.recommendation import of_others
+from amp_patch.comparison.verdict import interval_of, margin_in_words, percent_of, speed_in_words
 from amp_patch.diagnose.recording.run import NATIVE
 from amp_patch.diagnose.wording import counted, listed, ratio, relative_size, shortest_distinct, signed, type_name
 from amp_patch.environment import named_level

@@ -14,9 +14,9 @@ from amp_patch.comparison.level_result import LevelResult, saved_memory
 from amp_patch.comparison.measures import ALIKE, Ratio
 from amp_patch.comparison.plan import MEMORY, MIN_GAIN, SPEED
 from amp_patch.comparison.unjudged import in_words
-from amp_patch.comparison.verdict import memory_beside, more_seeds, percent_of
+from amp_patch.comparison.verdict import memory_in_words, more_seeds, percent_of, speed_in_words
 from amp_patch.diagnose.recording.run import NATIVE
-from amp_patch.diagnose.wording import counted, fine_percent, listed, ratio, relative_size, signed, times
+from amp_patch.diagnose.wording import counted, fine_percent, listed, ratio, relative_size, signed
 
 # Standings that recommend a level, the strongest first.
 GAINS = ("better", "faster", "smaller", "a little faster")
@@ -221,25 +221,6 @@ def _loss_in_words(found: Recommendation) -> str:
     return f"same {what}" + ("" if share is None or of.to_the_bit else f" within {fine_percent(share)}")
 
 
-def speed_in_words(level: LevelResult) -> str:
-    """Return "1.8x faster"; "" if the speed is not known."""
-    if level.speedup is None:
-        return ""
-    median, pace = level.speedup.median, level.speedup.pace
-    if pace in ("faster", "slower"):
-        return f"{times(max(median, 1 / median))[0]}x {pace}"
-    return pace if pace == "as fast" else f"speed {pace}"
-
-
-def memory_in_words(level: LevelResult) -> str:
-    """Return "12 % less memory", relative to the baseline's; "" if it is not known."""
-    if level.memory is None:
-        return ""
-    percent = round(100 * (level.memory - 1))
-    what = "memory" if level.memory_ratio is not None else "memory for weights and optimizer"
-    return f"same {what}" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
-
-
 def _may_cost(speed: Ratio | None) -> float:
     """Return how much longer a step may take than the baseline's, as a share: 0.05 is 5 % longer.
 
@@ -271,12 +252,12 @@ def _with_promise(level: LevelResult, base: LevelResult, why: str, found: Recomm
     """
     speed, gap, said = level.speedup, level.finding.gap, []
     if why == "slower" and speed is not None:
-        said = [memory_beside(level), f"but {times(1 / speed.median)[0]}x slower"]
+        said = [memory_in_words(level), f"but {speed_in_words(level)}"]
     elif why == "not clear" and speed is not None:
-        said = [memory_beside(level), f"{ratio(speed.low)}x to {ratio(speed.high)}x of its speed"]
+        said = [memory_in_words(level), f"{ratio(speed.low)}x to {ratio(speed.high)}x of its speed"]
     elif why in ("undecided", "unjudged") and not level.emulated:
         said = [speed_in_words(level)] if speed is not None and speed.pace in ("faster", "slower") else []
-        said += [memory_beside(level)] if saved_memory(level, base) > found.min_gain else []
+        said += [memory_in_words(level)] if saved_memory(level, base) > found.min_gain else []
         if why == "undecided" and gap is not None and gap.low is None:
             said += [f"{found.what} {percent_of(gap) or signed(gap.mean)}"]
     return f"{level.name} ({', '.join(said)})" if said else level.name

@@ -21,7 +21,6 @@ from amp_patch.diagnose.wording import (
     counted,
     fine_percent,
     metric_in_words,
-    ratio,
     relative_distance,
     shortest_distinct,
     signed,
@@ -58,9 +57,9 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
     collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""
     accuracy = _joined(lost, collapsed) or _accuracy(found, level, base, what)
     if found.rejected:
-        text = _joined("do not use: " + accuracy, without, skips, _cost(level, base), failed)
+        text = _joined("do not use: " + accuracy, without, skips, cost(level), failed)
     else:
-        first = (accuracy, _cost(level, base)) if found.better else (_cost(level, base), accuracy)
+        first = (accuracy, cost(level)) if found.better else (cost(level), accuracy)
         text = _joined(*first, without, skips, failed)
     if found.collapsed:  # the rule of a collapse is in `Comparison.test`, which the page prints
         accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
@@ -237,28 +236,26 @@ def _skips(found: Finding) -> str:
     return ", ".join(words)
 
 
-def _cost(level: LevelResult, base: LevelResult) -> str:
-    parts = ["emulated: no speed, no memory"] if level.emulated else []
-    if level.speedup is not None:
-        median, low, high = level.speedup
-        how = "one run, " if len(set(level.seeds) & set(base.seeds)) == 1 else ""
-        if level.speedup.pace == "faster":
-            middle, least, most = times(median, low, high)
-            parts.append(f"{middle}x faster than {base.name} ({how}{least} to {most})")
-        elif level.speedup.pace == "slower":
-            middle, least, most = times(1 / median, 1 / high, 1 / low)
-            parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
-        else:
-            what = "as fast as" if level.speedup.pace == "as fast" else "not clearly faster or slower than"
-            parts.append(f"{what} {base.name} ({how}{ratio(low)}x to {ratio(high)}x)")
-    return ", ".join(filter(None, [*parts, memory_beside(level)]))
+def cost(level: LevelResult) -> str:
+    """Return "1.8x faster, 12 % less memory", relative to the baseline's."""
+    parts = ["emulated: no speed, no memory"] if level.emulated else [speed_in_words(level), memory_in_words(level)]
+    return ", ".join(filter(None, parts))
 
 
-def memory_beside(level: LevelResult) -> str:
-    """Return the level's memory relative to the baseline's: "0.58 of its memory"; "" if it is unknown."""
-    memory = level.memory
-    if memory is None:
+def speed_in_words(level: LevelResult) -> str:
+    """Return "1.8x faster"; "" if the speed is not known."""
+    if level.speedup is None:
         return ""
-    what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
-    same, part = abs(memory - 1) < 0.005, "of" if memory < 1 else "times"
-    return f"the same {what}" if same else f"{ratio(memory)} {part} its {what}"
+    median, pace = level.speedup.median, level.speedup.pace
+    if pace in ("faster", "slower"):
+        return f"{times(max(median, 1 / median))[0]}x {pace}"
+    return pace if pace == "as fast" else f"speed {pace}"
+
+
+def memory_in_words(level: LevelResult) -> str:
+    """Return "12 % less memory", relative to the baseline's; "" if it is not known."""
+    if level.memory is None:
+        return ""
+    percent = round(100 * (level.memory - 1))
+    what = "memory" if level.memory_ratio is not None else "memory for weights and optimizer"
+    return f"same {what}" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"

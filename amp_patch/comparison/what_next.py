@@ -6,10 +6,9 @@ import shlex
 
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.headline import how_to_use
-from amp_patch.comparison.judge import FEW_STEPS, LEAST_STEPS
 from amp_patch.comparison.plan import SEEDS
 from amp_patch.comparison.recommendation import stay
-from amp_patch.comparison.unjudged import in_words
+from amp_patch.comparison.unjudged import FEW_STEPS, LEAST_STEPS, in_words
 from amp_patch.comparison.verdict import more_seeds
 from amp_patch.diagnose.recording.run import NATIVE
 

@@ -49,7 +49,7 @@ def test_a_level_is_recommended_for_its_speed_or_its_memory(ms, memory, gains):
 @pytest.mark.parametrize(
     ("ms", "memory", "said", "outcome"),
     [
-        ((12.5, 12.4, 12.6), 0.6, "(0.60 of its memory, but 1.25x slower) would do as well.", "as good, slower"),
+        ((12.5, 12.4, 12.6), 0.6, "(40 % less memory, but 1.25x slower) would do as well.", "as good, slower"),
         *(
             (ms, memory, "would do as well, but not faster, nor in much less memory.", "as good, as fast")
             for ms, memory in [((10.0, 9.9, 10.1), 1.0), ((10.2, 10.1, 10.3), 0.97)]
@@ -64,8 +64,8 @@ def test_a_summary_names_what_undecided_levels_would_gain():
     base, same = seeds("O0", 1.0), {"dtype": "bfloat16", "peak_memory": 2**19}
     levels = seeds("O4", 1.1, **same), seeds("O5", 1.1, **same, ms=8), seeds("O2", 1.1, **same, ms=20)
     assert compare(base, *levels).summary == (
-        "Stay with O0 for now: O4 BF16 (0.50 of its memory, loss +10 %), O5 BF16 (1.25x faster, 0.50 of its memory, "
-        "loss +10 %) and O2 BF16 (2.0x slower, 0.50 of its memory, loss +10 %) cannot be judged yet, run three "
+        "Stay with O0 for now: O4 BF16 (50 % less memory, loss +10 %), O5 BF16 (1.25x faster, 50 % less memory, "
+        "loss +10 %) and O2 BF16 (2.0x slower, 50 % less memory, loss +10 %) cannot be judged yet, run three "
         "seeds or more."
     )
 
@@ -96,7 +96,7 @@ def test_levels_keep_the_given_order_and_o0_is_the_baseline():
     assert made.baseline is made.levels[2] and made.baseline.verdict.kind == "baseline"
     without = replace(made, runs=[run for run in made.runs if run.level != "O0"])
     assert without.baseline is without.levels[0]
-    assert without.levels[1].verdict.text.startswith("as fast as O5 BF16")
+    assert without.levels[1].verdict.text.startswith("as fast, same memory; ")
     # O0 ran out of memory: the next level is the baseline, and a note says so.
     broke = [Run("O0", seed, error="out of memory") for seed in range(2)]
     made = compare(broke, seeds("O2", *same), seeds("O3", *same))

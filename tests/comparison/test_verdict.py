@@ -64,7 +64,7 @@ def test_a_mean_within_the_spread_of_seeds_is_as_good():
     seen = judge(seeds("O0", 1.0, 1.25, 1.5), seeds("O2", 1.25, 1.0, 1.5, ms=5))
     assert seen.kind == "within" and seen.usable and not seen.better
     assert seen.text == (
-        "2.0x faster than O0 (2.0 to 2.0), the same memory; "
+        "2.0x faster, same memory; "
         "final loss 1.250 within the spread of O0's 3 seeds (1.000 to 1.500); gap to O0 0 (0 %, 95 %: -50 to +50 %): "
         "the runs have decorrelated, it tells no more than the spread"
     )
@@ -79,7 +79,7 @@ def test_a_worse_level_is_not_to_be_used():
     # Differences 1, 1, 1.0625: mean 49/48, t = 49 on 2 degrees of freedom, p = 1 - 49 / sqrt(2 + 49 * 49).
     assert seen.text == (
         "do not use: final loss 2.271, gap to O0 +1 (+82 %, 95 %: +74 to +89 %): worse (margin 0.2 %); 2.0x "
-        "faster than O0 (2.0 to 2.0), the same memory"
+        "faster, same memory"
     )
 
 
@@ -201,13 +201,13 @@ def test_runs_are_paired_by_seed():
 @pytest.mark.parametrize(
     "ms, words",
     [
-        ((10, 10, 10), "as fast as O0 (1.00x to 1.00x)"),
-        ((5, 4, 2), "2.5x faster than O0 (2.0 to 5.0)"),
-        ((10.2, 10, 9.8), "as fast as O0 (0.98x to 1.02x)"),
-        ((8, 10, 5), "not clearly faster or slower than O0 (1.00x to 2.00x)"),
-        ((8, 16, 5), "not clearly faster or slower than O0 (0.62x to 2.00x)"),
-        ((20, 40, 80), "4.0x slower than O0 (2.0 to 8.0)"),
-        ((9.8, 9.6, 9.5), "1.04x faster than O0 (1.02 to 1.05)"),
+        ((10, 10, 10), "as fast"),
+        ((5, 4, 2), "2.5x faster"),
+        ((10.2, 10, 9.8), "as fast"),
+        ((8, 10, 5), "speed not clear"),
+        ((8, 16, 5), "speed not clear"),
+        ((20, 40, 80), "4.0x slower"),
+        ((9.8, 9.6, 9.5), "1.04x faster"),
     ],
 )
 def test_a_verdict_states_the_speed(ms, words):
@@ -285,7 +285,7 @@ def test_memory_on_a_cpu_is_tensors_plus_activations():
     assert (base.activations, base.memory_bytes) == (24_001, 40_001)
     assert (level.activations, level.memory_bytes, level.bytes_ratio) == (4_001, 20_001, 1.0)
     assert level.memory == level.memory_ratio == 20_001 / 40_001
-    assert "0.50 of its memory" in level.verdict.text
+    assert "50 % less memory" in level.verdict.text
     assert found.summary == "Use O2 FP16: 50 % less memory, as fast, same loss over 3 seeds."
     runs[-1].activations = 23_000  # one run took as much
     assert compare(runs).summary.startswith("Stay with O0: O2 FP16 would do as well, but not faster")
@@ -293,4 +293,4 @@ def test_memory_on_a_cpu_is_tensors_plus_activations():
         run.activations = None
     level = compare(runs).levels[1]
     assert (level.activations, level.memory_bytes, level.memory_ratio, level.memory) == (None, None, None, 1.0)
-    assert "the same bytes of weights, gradients and state" in level.verdict.text
+    assert "same memory for weights and optimizer" in level.verdict.text

@@ -123,7 +123,7 @@ def test_a_memory_gain_must_exceed_the_possible_loss_of_speed():
     made = small(noisy, 7, process=None)  # it saves 30 % of the tensors, and may cost 45 % of the time
     assert made.recommended is made.baseline
     assert made.summary == (
-        "Stay with O0: O2 FP16 (0.70 of its memory, 0.69x to 1.09x of its speed) would do as well, but may cost more "
+        "Stay with O0: O2 FP16 (30 % less memory, 0.69x to 1.09x of its speed) would do as well, but may cost more "
         "time than it saves memory."
     )
     assert "where the speed is not clear, more than the share of time that the level may cost" in made.test
