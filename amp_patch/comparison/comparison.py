@@ -309,11 +309,11 @@ class Comparison:
         for run in well:
             if self.asked_steps is not None and run.steps < self.asked_steps:
                 text = f"trained {run.steps} of the {self.asked_steps} steps asked for"
-                notes.setdefault(text, []).append(_name(run))
+                notes.setdefault(text, []).append(run.name)
             elif run.steps < max(each.steps for each in well):
-                notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
+                notes.setdefault(f"trained only {run.steps} steps", []).append(run.name)
             for text in run.notes:
-                notes.setdefault(text, []).append(_name(run))
+                notes.setdefault(text, []).append(run.name)
         lines = [note for note in (self.load_note, self.lack_note) if note]
         if self.cut:
             ended = (self.asked_runs or 0) - self.cut
@@ -444,7 +444,3 @@ class Comparison:
         if wanted is None:
             return None
         return next(each for each in levels if (each.level, each.dtype) == (wanted.level, wanted.dtype))
-
-
-def _name(run: Run) -> str:
-    return f"{run.level} seed {run.seed}"

@@ -13,7 +13,7 @@ from amp_patch.comparison.finding import Finding, Verdict
 from amp_patch.comparison.measures import Ratio, median
 from amp_patch.comparison.plan import BASELINE
 from amp_patch.diagnose.lost_updates import share_lost
-from amp_patch.diagnose.recording.run import LOW_TYPES, NATIVE, Run
+from amp_patch.diagnose.recording.run import LOW_TYPES, Run
 from amp_patch.diagnose.wording import level_name, listed, type_name
 from amp_patch.policy import OPT_LEVELS
 
@@ -62,8 +62,6 @@ class LevelResult:
     @property
     def name(self) -> str:
         """The level with its type: "O2 FP16", "O0", "O6+mxfp8"; "your script as it is" for its own mixed precision."""
-        if self.level == NATIVE:
-            return "your script as it is"
         return self.level if self.emulated else level_name(self.level, self.dtype)
 
     @property

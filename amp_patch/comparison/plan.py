@@ -164,12 +164,10 @@ def keep_variable(level: str) -> str:
 def progress_line(run: Run, asked_steps: int | None) -> str:
     """Format the line that is printed after a run: its error, or its steps, loss, time and notes."""
     if run.error is not None:
-        return f"{run.level} seed {run.seed}: failed: {run.error_in_full}"
+        return f"{run.name}: failed: {run.error_in_full}"
     loss, ms = newest_figures(run)
     of = f" of {asked_steps}" if asked_steps is not None else ""
-    return f"{run.level} seed {run.seed}: " + "; ".join(
-        [f"{run.steps}{of} steps, loss {loss}, {ms} ms a step", *run.notes]
-    )
+    return f"{run.name}: " + "; ".join([f"{run.steps}{of} steps, loss {loss}, {ms} ms a step", *run.notes])
 
 
 def newest_figures(run: Run) -> tuple[str, str]:

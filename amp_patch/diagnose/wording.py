@@ -10,7 +10,9 @@ _TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "
 
 
 def level_name(level: str, dtype: str | None) -> str:
-    """Return "O2 FP16" for "O2" and "float16", and "O0" for "O0" and None."""
+    """Return "O2 FP16" for "O2" and "float16", "O0" for "O0" and None, and words for a script's own mixed precision."""
+    if level == "native":
+        return "your script as it is"
     return f"{level} {type_name(dtype)}" if dtype else level
 
 

@@ -10,6 +10,7 @@ from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.measures import LOSS
 from amp_patch.comparison.regression import answers, regressions
 from amp_patch.diagnose.recording.run import NATIVE, loads
+from amp_patch.diagnose.wording import level_name
 
 STATUS = 3  # the exit status after a regression
 
@@ -69,13 +70,13 @@ def tell(before: Comparison, now: Comparison, args: argparse.Namespace) -> int:
     for words in _differences(before, now):
         print(f"Note: {args.baseline} {words}")
     for level, what in found.worse:
-        print(f"worse than in {args.baseline}: {level}: {what}")
+        print(f"worse than in {args.baseline}: {level_name(level, None)}: {what}")
     for level, what in found.undecided:
-        print(f"not decided: {level} {what}; take a larger margin, more steps or more seeds")
+        print(f"not decided: {level_name(level, None)} {what}; take a larger margin, more steps or more seeds")
     for level, what in found.missing:
-        print(f"not compared: {level}: {what}")
+        print(f"not compared: {level_name(level, None)}: {what}")
     if found.as_good:
-        print(f"no worse than in {args.baseline}: {', '.join(found.as_good)}")
+        print(f"no worse than in {args.baseline}: {', '.join(level_name(each, None) for each in found.as_good)}")
     return STATUS if found.worse else int(not (found.as_good or found.undecided))
 
 

@@ -70,7 +70,7 @@ class Progress:
         figures = [f"loss {loss}"] * bool(loss) + [f"{ms} ms a step"] * bool(ms)
         done = f"{self._finished + self._ended} of {self._finished + len(self._runs)} runs"
         minutes, seconds = divmod(int(self._clock() - self._begun), 60)
-        parts = [f"{self._bar(run)} {minutes}:{seconds:02}", done, f"{run.level} seed {run.seed}"]
+        parts = [f"{self._bar(run)} {minutes}:{seconds:02}", done, run.name]
         return ", ".join([*parts, f"step {run.steps}{of}", *figures])
 
     def end(self, run: Run) -> None:
@@ -84,7 +84,7 @@ class Progress:
             self._steps = run.steps  # the other runs are expected to take as many steps
         if run.refused:
             return
-        name, first = f"{run.level} seed {run.seed}", ""
+        name, first = run.name, ""
         if run.error is not None:
             first = self._errors.get(run.error, "")
             self._errors.setdefault(run.error, name)

@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from amp_patch.diagnose.lost_updates import Updates, share_lost
-from amp_patch.diagnose.wording import figure
+from amp_patch.diagnose.wording import figure, level_name
 
 # The parts of a step, in order, whose times add up to the step's. "data": until the model's first forward. "forward":
 # until scale_loss. "backward": the body of scale_loss, and the unscaling. "between": until optimizer.step (clipping,
@@ -183,6 +183,11 @@ class Run:
             The share, from 0 to 1; None if no step was measured, or no measured step changed a weight.
         """
         return share_lost(self.updates, module, dtype or self.dtype or "bfloat16")
+
+    @property
+    def name(self) -> str:
+        """The level and the seed: "O2 seed 0"."""
+        return f"{level_name(self.level, None)} seed {self.seed}"
 
     @property
     def error_in_full(self) -> str:
