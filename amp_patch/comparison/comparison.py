@@ -19,7 +19,7 @@ from amp_patch.comparison.level_result import (
     went_well,
 )
 from amp_patch.comparison.measures import ALIKE, LOSS
-from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SPEED
+from amp_patch.comparison.plan import BASELINE, MARGIN, MEMORY, MIN_GAIN, SPEED
 from amp_patch.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.comparison.unjudged import FEW_STEPS, LEAST_STEPS, Terms
 from amp_patch.comparison.verdict import cost, failures_in_words, verdict
@@ -167,7 +167,8 @@ class Comparison:
                 "gained, from its start to its worst result. If a metric is logged once, 10 % of it replace that",
                 "half; with one seed, a training loss must be worse by more than it ever moved. Losses that a model",
                 "returns in BF16 or FP16 are rounded to steps before they are recorded: a mean that differs by less",
-                "than a step is as good. A level is not recommended if a run skipped more than half of its steps, or",
+                f"than a step is as good. Fewer than {LEAST_STEPS} steps judge no level.",
+                "A level is not recommended if a run skipped more than half of its steps, or",
                 f"more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them. Times: the time of a run is",
                 "its median step, without the first tenth of the steps; the speed is the ratio of the medians of the",
                 "runs, and its range that of the seeds. A level is faster or slower only if it is with every seed",
@@ -177,7 +178,7 @@ class Comparison:
                 "speed is not clear, more than the share of time that the level may cost. O3, which keeps no FP32",
                 "weights, is recommended only if it is compared alone. A level that is surely better is recommended",
                 "before any that is faster or smaller. If several have results within the margin of the best, it is",
-                "the one that takes the least memory.",
+                f"the one that takes the least memory.{' The goal is memory: it comes first.' * (self.goal == MEMORY)}",
             ]
         )
 
