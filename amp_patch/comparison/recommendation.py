@@ -187,7 +187,9 @@ def summary(found: Recommendation, base: LevelResult) -> str:
     best = found.level
     if best is not base:
         return f"{'So far' if found.so_far else 'Keep' if best.level == NATIVE else 'Use'} {best.name}: {gains(found)}."
-    return f"{stay(found)} {base.name}{'' if found.sure else ' for now'}: {of_others(found, base)}."
+    few = all(level.finding.unjudged == "few steps" for levels in found.because.values() for level in levels)
+    why = "" if few else f": {of_others(found, base)}"  # a note says how few steps they are
+    return f"{stay(found)} {base.name}{'' if found.sure else ' for now'}{why}."
 
 
 def stay(found: Recommendation) -> str:

@@ -53,7 +53,7 @@ _WAY_OUT = {
     "rises": f"add --maximize if the training maximizes it; if not, {_BY_METRIC}",
     "direction": "add --maximize, or leave it out",
     FP64: "make the model and its inputs FP32, and compare again",
-    "few steps": f"train for at least {FEW_STEPS}",
+    "few steps": f"train for at least {FEW_STEPS} steps",
     "length": f"look into its log; if the training ends by itself, {_BY_METRIC}",
     "scale": "train for more steps",
     "rounded": f"compute the loss from FP32 numbers, or {_BY_METRIC}",

@@ -87,7 +87,7 @@ SITUATIONS = {
             asked_steps=3,
         ),
         "O0",
-        ("3 steps decide nothing: train for at least 30", "To be sure: .*--steps=30 train.py"),
+        ("^Stay with O0 for now. 3 steps decide nothing: train for at least 30", "To be sure: .*--steps=30 train.py"),
         ("So far", "Use O4", "do not use"),
     ),
     "three steps, three seeds, clearly worse": Situation(
