@@ -33,11 +33,11 @@ class LossScaler(core.LossScaler):
     Args:
         loss_scale: "dynamic", or a positive number.
         init_scale: the initial dynamic scale.
-        scale_factor: without effect, as in Apex; the two factors below apply.
+        scale_factor: without effect, as in Apex.
         scale_window: the number of consecutive clean backward passes after which the scale grows.
         min_loss_scale, max_loss_scale: the range of the scale. A min_loss_scale of None is 2**-24 (in Apex it is 0; at
             a scale of 0 gradients become NaN).
-        scale_growth_factor, scale_backoff_factor: Huawei's arguments: the factors at growth and at an overflow.
+        options: keyword arguments of amp_patch's scaler.
 
     Attributes:
         _overflow_buf: int32, shape [1], on the loss's device: not 0 after an overflow. User code may replace it by its
@@ -52,42 +52,19 @@ class LossScaler(core.LossScaler):
         scale_window: int = Policy.growth_interval,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
-        *,
-        scale_growth_factor: float = Policy.growth_factor,
-        scale_backoff_factor: float = Policy.backoff_factor,
-        loss_id: int = 0,
-        verbosity: int = 1,
+        **options: Any,
     ) -> None:
         floor = min(Policy.min_loss_scale, max_loss_scale) if min_loss_scale is None else min_loss_scale
         super().__init__(
             parse_loss_scale(loss_scale),
-            loss_id=loss_id,
             min_loss_scale=floor,
             max_loss_scale=max_loss_scale,
             init_scale=init_scale,
-            growth_factor=scale_growth_factor,
-            backoff_factor=scale_backoff_factor,
-            growth_interval=scale_window,
-            verbosity=verbosity,
+            **{"growth_interval": scale_window, **options},
         )
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._overflow: bool | Tensor = False  # the flag of the latest update; a device tensor until the first read
         self._moved = False  # whether `update` was called since the last `clear_overflow_state`
-
-    @classmethod
-    def of(cls, policy: Policy, *, loss_id: int, verbosity: int) -> LossScaler:
-        """Return a scaler with the settings of a policy."""
-        return cls(
-            policy.loss_scale,
-            policy.init_scale,
-            scale_window=policy.growth_interval,
-            min_loss_scale=policy.min_loss_scale,
-            max_loss_scale=policy.max_loss_scale,
-            scale_growth_factor=policy.growth_factor,
-            scale_backoff_factor=policy.backoff_factor,
-            loss_id=loss_id,
-            verbosity=verbosity,
-        )
 
     @property
     def _loss_scale(self) -> float:
