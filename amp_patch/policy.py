@@ -50,7 +50,7 @@ class Policy:
         cast_model_outputs: dtype for floating outputs of the model. None: FP32 if the model is cast, else unchanged.
         min_loss_scale, max_loss_scale: the range of a dynamic scale.
         init_scale, growth_factor, backoff_factor, growth_interval: the start and the changes of a dynamic scale; see
-            `LossScaler`. Huawei's Apex lets a script choose these.
+            `LossScaler`.
         allow_banned: whether functions without a safe low-precision form run in FP32 instead of being refused.
         cpu_half: how FP16 and BF16 tensors on a CPU are multiplied (casts/cpu_half.py): "native", "emulate", or one of
             the results of `decide_cpu_half`; "auto" until that has decided.
