@@ -230,11 +230,9 @@ def _of_tensor(t: object, device: torch.device, first: str, dtypes: tuple[torch.
     """Return the error unless `t` is a plain tensor of one of `dtypes` on `device`, where `first` is."""
     if not isinstance(t, Tensor):
         return TypeError(f"is {of_class(t)}, a tensor is wanted")
-    if t.layout is torch.sparse_coo:
-        wanted = "a dense one is wanted: hand over its coalesced values (`t.coalesce().values()`)"
-        return TypeError(f"is sparse ({t.layout}), {wanted}")
     if t.layout is not torch.strided:
-        return TypeError(f"is {t.layout}, a dense one is wanted: hand over its values (`t.values()`) or a dense copy")
+        wanted = "a dense one is wanted: hand over its coalesced values (`t.coalesce().values()`), or a dense copy"
+        return TypeError(f"is {t.layout}, {wanted}")
     if _is_wrapper(t):
         wanted = "a plain tensor is wanted: hand over the one inside it (`t.to_local()` of a DTensor)"
         return TypeError(f"is {of_class(t)}, {wanted}")
@@ -280,13 +278,11 @@ def _of_pair(t: Tensor, of: str, first: Tensor, dense: bool) -> Error:
         return TypeError(f"is {t.dtype}, {of} has {first.dtype}: float64 stays float64, convert one of the two first")
     if not dense or (t.is_contiguous() and first.is_contiguous()):
         return None
-    came = f"has strides {list(t.stride())}"
-    if not torch.ops.aten.is_non_overlapping_and_dense(t):
-        return ValueError(f"{came}, with gaps or overlaps: a dense tensor is wanted, hand over a `.clone()`")
-    if any(size != 1 and a != b for size, a, b in zip(t.shape, t.stride(), first.stride(), strict=True)):
-        wanted = "one memory order is wanted, hand over a copy in the parameter's"
-        return ValueError(f"{came}, {of} has {list(first.stride())}: {wanted}")
-    return None
+    differ = any(size != 1 and a != b for size, a, b in zip(t.shape, t.stride(), first.stride(), strict=True))
+    if not differ and torch.ops.aten.is_non_overlapping_and_dense(t):
+        return None
+    wanted = "one memory order without gaps or overlaps is wanted, hand over a copy in the parameter's"
+    return ValueError(f"has strides {list(t.stride())}, {of} has {list(first.stride())}: {wanted}")
 
 
 def _of_scales(scales: Tensor, codes: Tensor) -> Error:
@@ -360,13 +356,10 @@ def _of_overlaps(lists: Mapping[str, Tensors], outputs: set[str], dense: bool) -
         begun = [span for span in begun if span[0] > begin]
         for _, other, j in begun:
             (a, k), (b, m) = sorted(((other, j), (name, i)))
-            if (dense and {a, b} & outputs) or {a, b} <= outputs:
+            one_written = {a, b} & outputs and (dense or (k == m and not _may_be_both(lists[a][k], lists[b][k])))
+            if one_written or {a, b} <= outputs:
                 pair = f"tensors {k} and {m} of {a} overlap" if a == b else f"tensor {k} of {a} overlaps {m} of {b}"
-                yield pair, ValueError("in memory: hand over each element once")
-            elif {a, b} & outputs and k == m and not _may_be_both(lists[a][k], lists[b][k]):
-                a, b = (a, b) if a in outputs else (b, a)
-                way_out = "they must be the same elements or apart, hand over a `.clone()`"
-                yield f"tensor {k} of {a}", ValueError(f"overlaps tensor {k} of {b} in memory: {way_out}")
+                yield pair, ValueError("in memory: hand over each element once, or a `.clone()`")
         begun.append((end, name, i))
 
 

@@ -47,7 +47,7 @@ BAD_CALLS = [
     (
         ([F32.to_sparse()], [F32]),
         TypeError,
-        "multi_tensor_scale: tensor 0 of src is sparse (torch.sparse_coo), a dense one is wanted: hand over its "
+        "multi_tensor_scale: tensor 0 of src is torch.sparse_coo, a dense one is wanted: hand over its "
         "coalesced values (`t.coalesce().values()`)",
     ),
     (

@@ -68,11 +68,11 @@ BREAKS = {
     "tensor 1 of grads has strides .*, its parameter has": lambda s: s.grads.__setitem__(
         1, s.grads[1].t().contiguous().t()
     ),
-    "tensor 1 of exp_avgs has strides .*, with gaps": lambda s: s.m.__setitem__(1, torch.zeros(6, 9)[:, :6]),
-    "tensor 1 of grads has strides .*, with gaps or overlaps": lambda s: s.grads.__setitem__(
+    "tensor 1 of exp_avgs has strides .*, its parameter has": lambda s: s.m.__setitem__(1, torch.zeros(6, 9)[:, :6]),
+    "tensor 1 of grads has strides .* without gaps or overlaps": lambda s: s.grads.__setitem__(
         1, torch.zeros(6, 1).expand(6, 6)
     ),
-    "tensor 1 of params is sparse": lambda s: s.params.__setitem__(1, s.params[1].to_sparse()),
+    "tensor 1 of params is torch.sparse_coo": lambda s: s.params.__setitem__(1, s.params[1].to_sparse()),
     "tensor 0 of exp_avgs overlaps 0 of params in memory": lambda s: s.m.__setitem__(0, s.params[0]),
     "tensors 0 and 1 of exp_avg_sqs overlap in memory": lambda s: (
         s.v.__setitem__(
