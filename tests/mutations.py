@@ -93,6 +93,48 @@ MUTATIONS = (
         ("test_kept_results.py",),
     ),
     Mutation(
+        "cross_entropy: it sums the losses of the rows in torch's order",
+        "loss = added(loss, 1 if is_mean and weight is None else 2)",
+        "loss = loss.sum() / ((~is_ignored).sum() if is_mean and weight is None else 1)",
+        ("test_lean_loss.py",),
+    ),
+    Mutation(
+        "cross_entropy: ignored rows have no gradient",
+        "grad.masked_fill(is_ignored, 0.0).unsqueeze(1)",
+        "grad.unsqueeze(1)",
+        ("test_lean_loss.py",),
+    ),
+    Mutation(
+        "cross_entropy: label smoothing has a gradient at the target too",
+        "grad = grad + spread.gather(1, place)",
+        "grad = grad + 0",
+        ("test_lean_loss.py",),
+    ),
+    Mutation(
+        "cross_entropy: a mean is divided by the weights of the targets",
+        "loss = loss / added(weight[target.masked_fill(is_ignored, 0)], 2)",
+        "loss = loss / (~is_ignored).sum()",
+        ("test_lean_loss.py",),
+    ),
+    Mutation(
+        "cross_entropy: class probabilities are weighted",
+        "return (terms if weight is None else terms * _by_class(weight, logarithms),)",
+        "return (terms,)",
+        ("test_lean_loss.py",),
+    ),
+    Mutation(
+        "cross_entropy: logits of [N, C, R] are cut along R",
+        "yield some, slice(None), slice(start, width if start == starts[-1] else start + columns)",
+        "yield some, slice(None), slice(start, start + columns)",
+        ("test_lean_loss.py",),
+    ),
+    Mutation(
+        "cross_entropy: a cast model's own loss is FP32",
+        'Rule("loss", _loss, shown="fp32", alone=_loss_alone)',
+        'Rule("loss", _loss, shown="fp32", alone=inexact_alone)',
+        ("test_lean_loss.py",),
+    ),
+    Mutation(
         "embeddings on a CPU: gradients are summed in FP32",
         "summed(grad.float(), places.to(indices.dtype), len(occurring), -1)",
         "summed(grad, places.to(indices.dtype), len(occurring), -1)",

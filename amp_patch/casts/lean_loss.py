@@ -20,7 +20,6 @@ from amp_patch.policy import LOW_PRECISION
 
 SMALLEST = 2**17  # elements; for smaller logits the blocks cost more time than the copies
 BLOCK = 2**18  # elements of a block, for each thread of a CPU
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _IGNORED = -100
 _nll_loss: Any = torch.ops.aten.nll_loss_nd
 _FLOATS = (torch.float32, *LOW_PRECISION)
@@ -72,27 +71,20 @@ def _serves(call: _Call) -> bool:
     # A mode that user code has entered must see the call. That of `torch.set_default_device` need not.
     if any(type(mode).__module__ != "torch.utils._device" for mode in _get_current_function_mode_stack()):
         return False
-    if logits.dim() < 2 or logits.device.type not in ("cpu", "cuda") or not _is_plain(target):
+    if logits.dim() < 2 or logits.device.type not in ("cpu", "cuda"):
         return False
-    if call.size_average is not None or call.reduce is not None or call.reduction not in _REDUCTIONS:
+    if call.size_average is not None or call.reduce is not None or call.reduction not in ("none", "mean", "sum"):
         return False
-    given = [target]
-    if weight is not None:
-        if not _is_plain(weight) or weight.shape != logits.shape[1:2] or weight.dtype not in _FLOATS:
+    for tensor in (target,) if weight is None else (target, weight):
+        if not _is_plain(tensor) or tensor.requires_grad or tensor.device != logits.device:
             return False
-        given.append(weight)
-    if any(tensor.requires_grad or tensor.device != logits.device for tensor in given):
+    if weight is not None and (weight.shape != logits.shape[1:2] or weight.dtype not in _FLOATS):
         return False
     if not 0 <= call.label_smoothing <= 1:
         return False
     if target.shape == logits.shape:
         return target.dtype in _FLOATS and call.ignore_index < 0
-    classes = logits.shape[1]
-    if target.dtype is not torch.int64 or target.shape != logits.shape[:1] + logits.shape[2:]:
-        return False
-    # On a GPU torch's kernel asserts this, and a look from here would wait for the device.
-    outside = (target < 0) | (target >= classes) if logits.device.type == "cpu" else None
-    return outside is None or not (outside & (target != call.ignore_index)).any()
+    return target.dtype is torch.int64 and target.shape == logits.shape[:1] + logits.shape[2:]
 
 
 class _Terms(torch.autograd.Function):
