@@ -28,11 +28,11 @@ from amp_patch.diagnose.survey.steps import Case, Errors, Numbers, Steps, errors
 LARGE, TIMES = 0.05, 5.0  # an error above `LARGE` is told if it is more than `TIMES` the deserved error
 COARSE, CHANCE = 0.2, 0.5  # deserved errors of the outputs, and of the gradients, above these are told as a note
 _COARSE = (
-    "rounding the outputs once moves them by {share} of what the samples of the batch differ by, in any such model: "
-    "scale the targets, so that the outputs lie around 0"
+    "targets in their own units: rounding the outputs once moves them by {share} of what the samples of the batch "
+    "differ by, in every model; scale the targets, so that the outputs lie around 0"
 )
 _CHANCE = (
-    "rounding each layer's output once moves the gradients by {share}: the step magnifies rounding errors, as a "
+    "rounding each layer's output once moves the {of} by {share}: the step magnifies rounding errors, as a "
     "difference of two forwards does; only a training tells whether it matters"
 )
 _FAR = 10.0  # outputs this many times larger than what the samples differ by lie in units of their own
@@ -73,13 +73,12 @@ class Measured:
     @property
     def note(self) -> str:
         """A sentence about an error that is large and deserved; "" if there is none."""
-        if self.failed or not self.deserved.outputs:
-            return ""
-        if self.deserved.outputs > COARSE and self.offset > _FAR:
-            return f"{self.level}: {_COARSE.format(share=share(self.deserved.outputs))}"
-        if self.deserved.gradient > CHANCE:
-            return f"{self.level}: {_CHANCE.format(share=share(self.deserved.gradient))}"
-        return ""
+        outputs, gradient = self.deserved.outputs, self.deserved.gradient
+        if outputs > COARSE and self.offset > _FAR:
+            return f"{self.level}: {_COARSE.format(share=share(outputs))}"
+        if gradient > CHANCE:
+            return f"{self.level}: {_CHANCE.format(of='gradients', share=share(gradient))}"
+        return f"{self.level}: {_CHANCE.format(of='outputs', share=share(outputs))}" if outputs > COARSE else ""
 
     @property
     def worst(self) -> str:

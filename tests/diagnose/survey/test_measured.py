@@ -175,8 +175,24 @@ def test_outputs_in_their_own_units_are_a_note():
     report = surveyed(case)
     found = by_level(report)["O5"]
     assert not found.told
-    assert "scale the targets" in found.note
+    assert "targets in their own units" in found.note and "scale the targets" in found.note
     assert found.note in str(report)
+
+
+def test_outputs_that_rounding_moves_are_a_note_also_without_an_offset():
+    """A code that repeats: no weight gets a gradient from it, as the loss takes the other output."""
+
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x)
+            return (400 * h.detach()).sin(), h
+
+    found = by_level(surveyed(lambda: (Folded(), lambda out: out[1].square().sum(), torch.randn(32, 4))))["O4"]
+    assert "moves the outputs by" in found.note and found.deserved.outputs > 0.2
 
 
 def test_a_step_that_magnifies_rounding_is_a_note():
