@@ -28,6 +28,7 @@ from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import groups_of
 from amp_patch.training.training import (
     Dialect,
+    Setup,
     begin_training,
     check_arguments,
     forget,
@@ -240,17 +241,8 @@ def initialize_as(
     ranges.check_models(model_list, kept, policy)
     policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
     leave_earlier(model_list, targets, kept, policy)
-    begin_training(
-        dialect,
-        policy,
-        model_list,
-        targets,
-        num_losses,
-        verbosity=int(verbosity),
-        kept=kept,
-        methods=tuple(methods),
-        process_group=process_group,
-    )
+    setup = Setup(kept, tuple(methods), process_group)
+    begin_training(dialect, policy, model_list, targets, num_losses, int(verbosity), setup)
     for optimizer in optimizer_list:
         joints.tell(joints.wrapped, optimizer)
     for option, value in checked:

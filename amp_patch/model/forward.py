@@ -142,21 +142,9 @@ def low_buffers_of(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, buffer in model.named_buffers() if buffer.dtype in LOW_PRECISION)
 
 
-def enter_training(
-    models: list[nn.Module],
-    kept: list[nn.Module],
-    policy: Policy,
-    methods: tuple[str, ...],
-    cast_buffers: list[buffers.Owned],
-    *,
-    on_demand: bool,
-    takes_infinite: bool,
-) -> None:
-    """Give the models, and the modules inside them that stay FP32, their generated classes, the policy and guests.
-
-    Args:
-        cast_buffers, takes_infinite: as in `joints.Entry`.
-    """
+def enter_training(models: list[nn.Module], entry: joints.Entry, methods: tuple[str, ...], *, on_demand: bool) -> None:
+    """Give the models, and the modules inside them that stay FP32, their generated classes, the policy and guests."""
+    policy, kept = entry.policy, entry.kept
     for model in models:
         untouched.pop(model, None)
     stay = set(kept)
@@ -168,7 +156,6 @@ def enter_training(
         if type(module).forward is nn.BatchNorm1d.forward:
             continue
         give(module, KeptModule, ModelState(policy))
-    entry = joints.Entry(policy, kept, cast_buffers, takes_infinite)
     for model in models:
         if isinstance(model, KeptModule):
             continue  # this model is inside another one of the list, whose `keep_fp32` names it

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from amp_patch.model import averages, fp32_copies, incoming, part_loads, untouch
 from amp_patch.model import buffers as model_buffers
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
+from amp_patch.model.joints import Entry
 from amp_patch.model.keep_fp32 import kept_modules
 from amp_patch.model.of_model import followed_policy
 from amp_patch.policy import OPT_LEVELS, Policy
@@ -99,27 +100,32 @@ trainings: list[Training] = []
 _disabled = False
 
 
+class Setup(NamedTuple):
+    """What `begin_training` does beside the policy: the modules that stay FP32, and arguments of `initialize`."""
+
+    kept: list[nn.Module]
+    methods: tuple[str, ...]
+    process_group: Any
+
+
 def begin_training(
     dialect: Dialect,
     policy: Policy,
     models: list[nn.Module],
     targets: list[Any],
     num_losses: int,
-    *,
     verbosity: int,
-    kept: list[nn.Module] | None = None,
-    methods: tuple[str, ...] = (),
-    process_group: Any = None,
+    setup: Setup,
 ) -> Training:
     """Make and enter a training of models and innermost optimizers that are checked and in no other training."""
     scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
     trainings[:] = [training for training in trainings if training.alive()]
     shared = Siblings(targets, models)
-    shared.process_group = process_group
+    shared.process_group = setup.process_group
     training = Training(policy, scalers, dialect, shared.models, list(shared))
     trainings.append(training)
     try:
-        enter(training, shared, models, targets, kept or [], methods)
+        enter(training, shared, models, targets, setup)
         observers.tell("training_begun", training)
     except BaseException:
         Attempts()(leave, models, targets)  # without `Attempts`, an error of `leave` would hide the first error
@@ -232,16 +238,9 @@ def _supersede_by_group(optimizer: Optimizer, stash: Stash) -> None:
 joints.group_gets_masters.append(_supersede_by_group)
 
 
-def enter(
-    training: Training,
-    shared: Siblings,
-    models: list[nn.Module],
-    targets: list[Any],
-    kept: list[nn.Module],
-    methods: tuple[str, ...],
-) -> None:
+def enter(training: Training, shared: Siblings, models: list[nn.Module], targets: list[Any], setup: Setup) -> None:
     """Put models and optimizers into `training`: classes, stashes, masters and casts; then patch torch."""
-    policy = training.policy
+    policy, kept = training.policy, setup.kept
     retyped = _widen(models, kept, policy)
     low = policy.cast_model_type
     params, buffers = model_tensors.to_cast(models, kept, policy) if low is not None else ([], [])
@@ -263,12 +262,10 @@ def enter(
     if len(targets) > 1:
         note_sharing(known_stash(targets[0]))
     if policy.changes_nothing:
-        untouched.enter_training(models, policy, methods)
+        untouched.enter_training(models, policy, setup.methods)
     else:
-        takes_infinite = training.dialect.takes_infinite_inputs
-        model_forward.enter_training(
-            models, kept, policy, methods, buffers, on_demand=not targets, takes_infinite=takes_infinite
-        )
+        entry = Entry(policy, kept, buffers, training.dialect.takes_infinite_inputs)
+        model_forward.enter_training(models, entry, setup.methods, on_demand=not targets)
         for model in models:
             vars(model)["_amp"].forms = forms
     if policy.cast_model_type is not None:

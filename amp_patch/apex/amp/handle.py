@@ -25,7 +25,7 @@ from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import scale_loss as scale_loss_of
 from amp_patch.training.stash import stash_of
-from amp_patch.training.training import Dialect, Training, begin_training
+from amp_patch.training.training import Dialect, Setup, Training, begin_training
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
@@ -165,7 +165,7 @@ class AmpHandle:
         assert policy is not None
         optimizer_side.check_optimizer(target, policy)
         optimizer_side.restore(target, recast_state=False)
-        begin_training(dialect(), policy, [], [target], num_loss, verbosity=_amp_state.verbosity)
+        begin_training(dialect(), policy, [], [target], num_loss, _amp_state.verbosity, Setup([], (), None))
 
     def _clear_cache(self) -> None:
         """Free the casts of weights that this thread has cached."""
