@@ -20,6 +20,7 @@ from amp_patch.support.devices import by_device
 
 Groups = list[dict[str, Any]]
 FoundInf = dict[torch.device, Tensor]
+Pairs = Iterable[tuple[Tensor, Tensor]]  # (parameter, master)
 
 
 class Aside(NamedTuple):
@@ -87,12 +88,7 @@ def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(finite, scaled, 0.0), torch.where(finite, 0.0, values)
 
 
-def gather(
-    pairs: Iterable[tuple[Tensor, Tensor]],
-    inverse: Number | None,
-    *,
-    aside: Mapping[Tensor, Aside] | None = None,
-) -> FoundInf:
+def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside] | None = None) -> FoundInf:
     """Turn scaled gradients of parameters into unscaled gradients of their masters, in one fused pass; no sync.
 
     With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None. Without
@@ -176,7 +172,7 @@ def held(grad: Tensor) -> Tensor:
     return grad._values() if grad.is_sparse else distributed.local(grad)
 
 
-def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:
+def rescale(pairs: Pairs, factor: Tensor) -> None:
     """Multiply the parameters' scaled gradients by `factor`, in place, after a change of the scale; no sync."""
     grads = [(_values(param, grad),) for param, _ in pairs if (grad := own_grad(param)) is not None]
     for device, (tensors,) in by_device(grads).items():

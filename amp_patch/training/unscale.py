@@ -20,8 +20,11 @@ from amp_patch.training.joints import Optimizer
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, no_gradient, sharing, siblings, stash_of
 
+Held = list[tuple[Stash, GroupParams]]  # the stashes of optimizers, and the parameters in their groups
+Pairs = Sequence[tuple[Tensor, Tensor]]  # (parameter, master)
 
-def first_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
+
+def first_of(pairs: Pairs) -> Tensor | None:
     """Return the first gradient in `pairs`: the master's, else its parameter's; None if no pair has a gradient."""
     for param, master in pairs:
         if param is not master and has_gradient(master):
@@ -46,12 +49,12 @@ def unscale(
         inverse: 1 / scale, FP32, shape []; 1.0 if the loss was not scaled; None if gradients are not checked either.
     """
     stashes = [known_stash(optimizer) for optimizer in optimizers]
-    held = [stash.masters.known(o.param_groups) for o, stash in zip(optimizers, stashes, strict=True)]
-    pairs = distinct_pairs(held)
+    held = [(stash, stash.masters.known(o.param_groups)) for o, stash in zip(optimizers, stashes, strict=True)]
+    pairs = distinct_pairs([known for _, known in held])
     try:
-        found = _unscale(stashes, held, pairs, inverse, {} if direct is None else direct)
+        found = _unscale(held, pairs, inverse, {} if direct is None else direct)
         if inverse is not None:
-            _record(found, stashes, held, pairs, scaler)
+            _record(found, held, pairs, scaler)
     except BaseException:
         drop(pairs)
         for stash in stashes:
@@ -60,37 +63,31 @@ def unscale(
         raise
 
 
-def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def drop(pairs: Pairs) -> None:
     """Drop the gradients of the parameters and of their masters."""
     for param, master in pairs:
         param.grad = master.grad = None
 
 
-def _unscale(
-    stashes: list[Stash],
-    held: list[GroupParams],
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    inverse: Number | None,
-    direct: FoundInf,
-) -> FoundInf:
+def _unscale(held: Held, pairs: Pairs, inverse: Number | None, direct: FoundInf) -> FoundInf:
     """Move the gradients of `pairs` to their masters; return the overflow flag of each device, as `gather` does."""
     aside: dict[Tensor, Aside] = {}
     found: FoundInf = {}
-    for stash in stashes:
+    for stash, _ in held:
         if stash.masters.direct is not None:
             stash.masters.end_direct()
     add(found, direct)
-    for stash in stashes:
+    for stash, _ in held:
         if stash.pending is not None:
             add(found, stash.pending.found)
             stash.forget_cleared()
         for record in stash.masters.aside:
             aside[record.aside.param] = record.aside
-    of_deferred, rest = _leave_in_low_precision(stashes, held, pairs, inverse)
+    of_deferred, rest = _leave_in_low_precision(held, pairs, inverse)
     add(found, of_deferred)
     if rest:
         add(found, gather(rest, inverse, aside=aside))
-    for stash, known in zip(stashes, held, strict=True):
+    for stash, known in held:
         stash.pending = None
         if stash.masters.aside:
             stash.masters.forget_aside(lambda _: True)
@@ -103,31 +100,25 @@ def _unscale(
     return found
 
 
-def _record(
-    found: FoundInf,
-    stashes: list[Stash],
-    held: list[GroupParams],
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    scaler: LossScaler,
-) -> None:
+def _record(found: FoundInf, held: Held, pairs: Pairs, scaler: LossScaler) -> None:
     """Record the overflow flags `found` for the next steps of the optimizers and for the scaler; no sync."""
-    if len(found) != 1 or any(known.is_sharded for known in held):
+    if len(found) != 1 or any(known.is_sharded for _, known in held):
         found = distributed.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor) if len(found) != 1 else next(iter(found.values()))
     for found_inf in found.values() if len(found) > 1 else ():
         overall = torch.maximum(overall, found_inf.to(overall.device))
     overall = overall.to(scaler.scale_tensor.device)
-    for group in {stash.neighbours.siblings.process_group for stash in stashes}:
+    for group in {stash.neighbours.siblings.process_group for stash, _ in held}:
         if group is not None:
             torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
     # A loss that overflows twice before one step skips that step once, so only its first overflow moves the scale.
-    earlier = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
-    for stash, known in zip(stashes, held, strict=True):
+    earlier = [f.to(overall.device) for stash, _ in held for s, f in stash.found if s is scaler]
+    for stash, known in held:
         stash.note_found(scaler, overall)
         if stash.passes > 1:
             _move_nothing(stash, known.masters)
         for _, its in sharing(stash):  # else the other optimizer would step with shared gradients that have overflowed
-            if all(its is not one for one in stashes):
+            if all(its is not one for one, _ in held):
                 its.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(earlier).amax()) if earlier else overall)
 
@@ -138,9 +129,7 @@ def add(found: FoundInf, more: FoundInf) -> None:
         found[device] = torch.maximum(found[device], found_inf) if device in found else found_inf
 
 
-def _leave_in_low_precision(
-    stashes: list[Stash], held: list[GroupParams], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
-) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
+def _leave_in_low_precision(held: Held, pairs: Pairs, inverse: Number | None) -> tuple[FoundInf, Pairs]:
     """Defer the gradients of each optimizer whose strategy takes deferred gradients, and check them for overflow.
 
     The step then unscales them. All other gradients are left to the caller to unscale, also the gradients of an
@@ -150,13 +139,13 @@ def _leave_in_low_precision(
         The overflow flag of each device, as `gather` returns it, and the pairs whose gradients are not deferred.
     """
     found: FoundInf = {}
-    for stash, known in zip(stashes, held, strict=True):
+    for stash, known in held:
         if stash.masters.waiting is None or not stash.unobserved:
             continue
         if (of_these := stash.masters.take_half(known, inverse)) is not None:
             add(found, of_these)
             # Nothing else holds these parameters (`unobserved`), and `gather` skips those without a gradient.
-            pairs = known.own if len(stashes) == 1 else pairs
+            pairs = known.own if len(held) == 1 else pairs
     return found, pairs
 
 
