@@ -14,13 +14,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (175, 22),
-    "O2": (193, 24),
-    "O4": (153, 21),
-    "O5": (165, 23),
-    "O5, split": (176, 24),
-    "GAN, O1": (762, 25),
-    "GAN, O2": (731, 30),
+    "O1": (173, 22),
+    "O2": (190, 23),
+    "O4": (151, 21),
+    "O5": (162, 22),
+    "O5, split": (173, 23),
+    "GAN, O1": (722, 25),
+    "GAN, O2": (692, 29),
 }
 
 
