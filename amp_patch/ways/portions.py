@@ -44,6 +44,7 @@ Group = dict[str, Any]
 # Elements of a portion: 2 MB in FP32. Among 1, 2, 4 and 8 MB, 2 MB was the fastest for NAdam (foreach=True, one thread,
 # a cache of 2 MB per core); for RMSprop all four took the same time.
 PORTION = 2**19
+Portion = tuple[Group, list[tuple[Tensor, Record]]]  # parameters of one group that have a gradient, with their records
 
 _said: set[tuple[type, str]] = set()
 
@@ -162,7 +163,8 @@ class InPortions(Strategy):
 
     def run(self, step: Step, plain: Plain) -> Any:
         portions = list(_portions(step.optimizer, step.stash))
-        if not portions or not all(_is_dense(m, self.devices) for portion in portions for m in portion.masters):
+        masters = [record.master for _, portion in portions for _, record in portion]
+        if not masters or not all(_is_dense(master, self.devices) for master in masters):
             return WHOLE.run(step, plain)  # portions are verified for dense gradients only
         _settle_others(step, portions)
         _step_each(step, portions, plain)
@@ -173,66 +175,50 @@ class InPortions(Strategy):
 IN_PORTIONS = InPortions()
 
 
-class _Portion:
-    """Parameters of one group that have a gradient, with their records."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.pairs: list[tuple[Tensor, Record]] = []
-        self.size = 0  # elements
-
-    @property
-    def masters(self) -> list[Tensor]:
-        return [record.master for _, record in self.pairs]
-
-    def links(self) -> LinkList:
-        """Return the parameters that have a separate master."""
-        return LinkList((param, record) for param, record in self.pairs if param is not record.master)
-
-
 @without_grad
-def _settle_others(step: Step, portions: list[_Portion]) -> None:
+def _settle_others(step: Step, portions: list[Portion]) -> None:
     """Sync masters and weights that are in no portion (they have no gradient) after edits by user code."""
-    settle(step.links.without({record for portion in portions for _, record in portion.pairs}))
+    settle(step.links.without({record for _, portion in portions for _, record in portion}))
 
 
 @without_grad
-def _step_each(step: Step, portions: list[_Portion], plain: Plain) -> None:
+def _step_each(step: Step, portions: list[Portion], plain: Plain) -> None:
     waiting = step.stash.masters.waiting
-    room = max(sum(map(room_for, portion.masters)) for portion in portions)
+    room = max(sum(room_for(record.master) for _, record in portion) for _, portion in portions)
     with per_parameter.stepping(step.optimizer, plain) as step_some:
-        for portion in portions:
-            links, masters = portion.links(), portion.masters
+        for group, portion in portions:
+            masters = [record.master for _, record in portion]
+            links = LinkList((param, record) for param, record in portion if param is not record.master)
             settle(links)
             try:
                 if waiting is not None:
                     waiting.lend(links.records, room)
                 step.writes = True  # until the first portion runs, written masters are user edits
                 materialize(masters)
-                step_some(portion.group, masters)
+                step_some(group, masters)
             finally:
                 for record in links.records:
                     record.lent = None
             round_into_weights(links)
 
 
-def _portions(optimizer: Any, stash: Stash) -> Iterator[_Portion]:
+def _portions(optimizer: Any, stash: Stash) -> Iterator[Portion]:
     """Yield portions, in order: up to `PORTION` elements, or one larger master."""
     held = stash.masters.of_some(optimizer.param_groups)
     pairs = zip(held.params, held.records, strict=True)
     for group in optimizer.param_groups:
-        portion = _Portion(group)
+        portion, size = list[tuple[Tensor, Record]](), 0
         for param, record in (next(pairs) for _ in group["params"]):
             if not has_gradient(record.master):
                 continue
             count = record.master.numel()
-            if portion.pairs and portion.size + count > PORTION:
-                yield portion
-                portion = _Portion(group)
-            portion.pairs.append((param, record))
-            portion.size += count
-        if portion.pairs:
-            yield portion
+            if portion and size + count > PORTION:
+                yield group, portion
+                portion, size = [], 0
+            portion.append((param, record))
+            size += count
+        if portion:
+            yield group, portion
 
 
 def _is_dense(master: Tensor, devices: tuple[str, ...]) -> bool:
