@@ -3,20 +3,20 @@
 PYTHON ?= python3
 # Which torch goes into .venv: make demo TORCH='torch>=2.6' takes the newest.
 TORCH ?= torch==2.13.0
-# A test has one thread, so this many run at a time: files of them, since those of a file share what they start.
+# A test has one thread, so this many run at a time: whole files, whose tests share processes and fixtures.
 WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 PYTEST_FILES := $(PYTEST) -n $(WORKERS) --dist loadfile
-# A CPU of today plays one without arithmetic for FP16 and BF16, and the tests that hold what is emulated there.
+# A CPU of today plays one without arithmetic for FP16 and BF16, and runs the tests of emulation.
 WITH_AVX2_ALONE := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 OF_EMULATION := $(wildcard tests/casts/test_cpu_half*.py tests/casts/test_low_sums*.py) tests/frontend/test_levels.py
-# C++ and CUDA, in all folders: what clang-format reads, and what the extension is older than when one has changed.
+# C++ and CUDA, in all folders: read by clang-format; a change makes the extension out of date.
 SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu'))
 # Tests that come to other code without the extension: optimizers step by themselves, gradients of masters are FP32 at
-# once, masters count versions and deny their memory otherwise. (Those of kernels, casts and Apex's lists try both anyway.)
+# once, masters count versions and deny their memory otherwise. (Tests of kernels, casts and Apex's lists run with both anyway.)
 OF_KERNELS := $(addprefix tests/,masters optimizers storage ways) \
 	$(patsubst %,tests/apex_surface/test_%.py,amp_C amp_C_steps apex_fp16_optimizer apex_scalers) \
 	$(patsubst %,tests/around/test_%.py,ddp_gradients fsdp_gradients sam several_optimizers shared_weights unowned) \
@@ -46,14 +46,14 @@ picture: $(VENV)/installed ## README's picture of this kind of machine: the demo
 	$(PLAYED_$(PLAYS)) $(MAKE) demo
 	$(BIN)/python benchmarks/demo_picture.py
 
-accuracy: $(VENV)/installed ## docs/accuracy.md and accuracy-formats.md anew: three families of models, five seeds, O0 to O7; half an hour
+accuracy: $(VENV)/installed ## docs/accuracy.md and accuracy-formats.md again: three families of models, five seeds, O0 to O7; half an hour
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/accuracy_formats.py
 
 models: $(VENV)/models ## docs/models.md: public models of other packages at each level, those without a result yet; hours
 	PYTHONPATH=$(VENV)/models_packages $(BIN)/python benchmarks/models.py $(if $(ONLY),--only $(ONLY))
 
-# The tests start hundreds of Pythons, each of which would compile amp_patch anew where the shell says not to keep that.
+# The tests start hundreds of Pythons, each of which would compile amp_patch again where the shell says not to keep that.
 test test-more test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/installed ## every test that is not marked slow or program
@@ -65,7 +65,7 @@ test-more: $(VENV)/ecosystem ## whole programs; the tests of `test` without the 
 	$(WITH_AVX2_ALONE) $(PYTEST_FILES) -m "not slow" $(OF_EMULATION)
 	$(PYTEST_FILES) -m "not slow" tests/integrations tests/run/unedited/test_unedited_frameworks.py
 
-test-all: test-more ## what `test` leaves out: `test-more`, and the tests marked slow
+test-all: test-more ## the other tests: `test-more`, and the tests marked slow
 	$(PYTEST_FILES) -m "slow and not release"
 
 stories: $(VENV)/installed ## more random lives of trainings, against training by hand; COUNT=2000 SEED=7
@@ -112,11 +112,11 @@ cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc, print reg
 gpu-check: ## on a machine with a GPU: build, test, measure, capture; OUT=file or folder; in two parts: ONLY=build,first,tests,formats and ONLY=kernels,step,capture
 	$(PYTHON) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
 
-clean: ## remove what was built here; .venv keeps its downloads
+clean: ## remove files that were built here; .venv keeps its downloads
 	rm -rf build out *.egg-info amp_patch/*.so amp_patch/_build.py $(VENV)/installed .pytest_cache .ruff_cache .mypy_cache
 	find amp_patch benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# torch first and by itself: the build of the extension imports it.
+# torch first and alone: the build of the extension imports it.
 $(VENV)/tools: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet setuptools wheel ninja "$(TORCH)"
@@ -127,8 +127,8 @@ $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,dev]"
 	touch $@
 
-# What amp_patch is tested in and with, 230 MB: only test-all wants it. amp_patch is there already, and not built
-# again; TORCH keeps pip from taking another one. DeepSpeed lies apart from the rest: accelerate would import it.
+# Packages that amp_patch is tested with, 230 MB: only test-all wants it. amp_patch is there already, and not built
+# again; TORCH keeps pip from taking another one. DeepSpeed is apart from the rest: accelerate would import it.
 $(VENV)/ecosystem: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet "amp_patch[lightning,transformers,ecosystem]" "$(TORCH)"
 	$(BIN)/python -m pip install --quiet einops hjson msgpack psutil py-cpuinfo "pydantic>=2"

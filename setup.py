@@ -56,7 +56,7 @@ ADVICE = "install torch first, then amp_patch with `pip install --no-build-isola
 
 
 def sources(suffix: str) -> list[str]:
-    """The files of csrc, in all its folders, that end in `suffix`. Object files lie in folders of the same names."""
+    """The files of csrc, in all its folders, that end in `suffix`. Object files are in folders of the same names."""
     return sorted(glob(f"csrc/**/*.{suffix}", recursive=True))
 
 
@@ -78,7 +78,7 @@ def find_toolkit() -> None:
 
 
 def is_toolkit(folder: Path) -> bool:
-    """Whether CUDA's headers lie in `folder` where torch looks for them."""
+    """Tell whether CUDA's headers are in `folder`, at the place where torch reads them."""
     return (folder / "include" / "cuda_runtime.h").is_file()
 
 
@@ -94,7 +94,7 @@ def choose_gpus(nvcc: str) -> None:
 
 
 def said(*command: str) -> str:
-    """What a command prints; nothing where it cannot be run."""
+    """Return the output of a command; nothing where it cannot be run."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, errors="replace")
     except OSError:
@@ -106,7 +106,7 @@ def without_torch() -> str:
     """Why torch cannot be imported; "" where it can.
 
     pip's isolated build hides the packages of the environment that it installs into, and runs on its Python all the
-    same: asked outside of pip's environment variables, that Python says where its torch lies.
+    same: asked outside of pip's environment variables, that Python reports the path of its torch.
     """
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an environment of torch alone has none
     try:
@@ -118,7 +118,7 @@ def without_torch() -> str:
         found = subprocess.run(asked, env=ours, cwd=sys.prefix, capture_output=True, text=True).stdout.strip()
         if not found:
             return f"{hidden} where it was built"
-        sys.path.append(str(Path(found).parents[1]))  # last: the tools of the build stay those that pip chose
+        sys.path.append(str(Path(found).parents[1]))  # last: the build keeps the tools that pip chose
         try:
             import torch as torch
         except ImportError as error:
@@ -127,7 +127,7 @@ def without_torch() -> str:
 
 
 def extensions() -> tuple[list[Extension], str, type[build_ext]]:
-    """The extension in the forms to try, best first; what the best form lacks, and why; who builds it."""
+    """The extension in the forms to try, best first; the parts that the best form lacks, and why; who builds it."""
     if NO_EXT:
         return [], "it was installed with AMP_PATCH_NO_EXT=1", build_ext
     find_toolkit()
@@ -176,7 +176,7 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
 
 
 def cuda_macros(headers: list[str]) -> list[tuple[str, str | None]]:
-    """What csrc and torch's `headers` are told where CUDA is compiled."""
+    """Macros of csrc and of torch's `headers` for a build with CUDA."""
     only_for_cuda = "c10/cuda/impl/cuda_cmake_macros.h"  # included unless forbidden; a torch without CUDA has it not
     there = any(Path(folder, only_for_cuda).is_file() for folder in headers)
     return [("WITH_CUDA", None), *([] if there else [("C10_CUDA_NO_CMAKE_CONFIGURE_FILE", None)])]
@@ -236,7 +236,7 @@ class Build(BuildExtension):  # type: ignore[misc, valid-type]
 
 
 class BuildPython(build_py):
-    """What build_py does; without an extension to build, it leaves the reason that Build would."""
+    """Run build_py; without an extension to build, it leaves the reason that Build would."""
 
     def run(self) -> None:
         super().run()
@@ -270,7 +270,7 @@ def note(package: Path, reason: str, torch: str = "") -> None:
 
 
 def version() -> str:
-    """That of amp_patch/__init__.py, and the local part that the environment asks for."""
+    """Return the version of amp_patch/__init__.py, with the local part that the environment asks for."""
     public = re.search(r'^__version__ = "(.+)"', Path("amp_patch", "__init__.py").read_text(), re.MULTILINE)[1]
     local = os.environ.get("AMP_PATCH_LOCAL_VERSION", "")
     if local and not re.fullmatch(r"[a-z0-9]+([._-][a-z0-9]+)*", local, re.IGNORECASE):
@@ -285,7 +285,7 @@ def repository() -> str:
 
 
 def long_description(text: str, base: str, tag: str) -> str:
-    """README.md's text as a page that lies elsewhere: relative links and pictures lead to the repository's `tag`.
+    """README.md's text as a page outside of the repository: relative links and pictures lead to the repository's `tag`.
 
     Without a repository's address links become their words, and pictures go.
     """
@@ -311,7 +311,7 @@ def long_description(text: str, base: str, tag: str) -> str:
 
 
 def project_urls(base: str, tag: str) -> dict[str, str]:
-    """What `pip show --verbose` and PyPI's margin list; nothing without a repository's address."""
+    """Links for `pip show --verbose` and PyPI's margin; nothing without a repository's address."""
     pages = {
         "Documentation": f"blob/{tag}/docs/README.md",
         "Changelog": f"blob/{tag}/CHANGELOG.md",

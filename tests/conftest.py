@@ -25,7 +25,7 @@ from amp_patch.ways import per_parameter
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-# What only a GPU can show.
+# Tests that need a GPU.
 collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py", "around/test_cuda_graphs.py"]
 
 # Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
@@ -67,7 +67,7 @@ held_names._NEVER |= {*TOOLS.split()}
 
 @pytest.fixture(scope="module", autouse=True)
 def searched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Search the modules of this test file for torch's functions, and not those of other test files."""
+    """Search the modules of this test file for torch's functions, and not the modules of other test files."""
     with search_for(request.path):
         yield
 
@@ -132,5 +132,5 @@ def clean_casts(wrappers: str) -> Iterator[None]:
 
 
 def original(wrapper: Any) -> Any:
-    """What a wrapper of either kind calls in the end."""
+    """Return the function that a wrapper of either kind calls in the end."""
     return getattr(wrapper, "__wrapped__", None) or wrapper.__self__.__wrapped__

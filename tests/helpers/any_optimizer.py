@@ -31,7 +31,7 @@ from amp_patch.optimizers import FusedAdam
 from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
 
 STEPS, RATE = 10, 0.0625
-MOST = 128.0  # the largest scale, with which each gradient is exact in FP16
+MOST = 128.0  # the largest scale, that keeps each gradient exact in FP16
 LEVELS = [*OPT_LEVELS, "O5+split", "O5+stochastic"]
 OWN_STEPS = [name for name, row in OPT_LEVELS.items() if not (row.master_weights or row.patch_torch_functions)]
 CODED_LEVELS = ["O0+8bit", "O2+8bit", "O4+8bit", "O5+split+8bit", "O5+stochastic+8bit"]

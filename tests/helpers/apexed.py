@@ -1,4 +1,4 @@
-"""Fixtures in which `import apex` finds amp_patch's modules; models, loops and calls as scripts for Apex have them."""
+"""Fixtures that let `import apex` find amp_patch's modules; models, loops and calls as scripts for Apex have them."""
 
 from __future__ import annotations
 

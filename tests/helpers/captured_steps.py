@@ -25,7 +25,7 @@ MAKERS = {
 
 
 def start_capturable(maker: Any, level: str, device: str = "cpu") -> Any:
-    """Model and optimizer. The batch norms use what they have: NaN of a step that overflows would stay in them."""
+    """Return model and optimizer. Batch norms use running statistics, in which NaN of an overflow would stay."""
     model = training.convnet().to(device)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

@@ -50,8 +50,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "O5": {"opt_level": "O5"},
     "O5, split": {"opt_level": "O5", "master_weights": "split"},
 }
-# Of the losses, to FP32's over a few steps: what rounding to 11 and to 8 bits does. Those of FP32's own seeds are 4% of
-# the GPT's loss apart in docs/accuracy.md.
+# Distance of the losses to FP32's over a few steps: the error of rounding to 11 and to 8 bits. Seeds of FP32 move the
+# GPT's loss by 4% in docs/accuracy.md.
 TOLERANCE = {"O1": 2e-3, "O2": 2e-3, "O4": 1e-2, "O5": 1e-2, "O5, split": 1e-2}
 
 
@@ -125,7 +125,7 @@ def same_by_name(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 
 class Lit(pl.LightningModule):
-    """A model of transformers in Lightning; what its state dict was when training ended is kept."""
+    """A model of transformers in Lightning; its state dict at the end of the training is kept."""
 
     def __init__(self, model: nn.Module, lr: float = 1e-3) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def state_of(optimizer: Any) -> list[Tensor]:
 
 
 def referenced(make: Any, options: Any) -> dict[str, Any]:
-    """Do the same training by hand: a torch optimizer steps the local shards, and its state and the BF16
+    """Run the same training step by step: a torch optimizer steps the local shards, and its state and the BF16
     values are rounded."""
     kept = options.get("optimizer_state", "8bit")
     model, optimizer = start(make, **options | {"optimizer_state": None})

@@ -89,7 +89,7 @@ def in_eight_bits(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_codes(value: Tensor) -> Tensor:
-    """What the value of an interrupted step is encoded into."""
+    """Return the codes of a value of an interrupted step."""
     return value if value.numel() < 4096 else in_eight_bits(value, torch.uint8 if (value >= 0).all() else torch.int8)
 
 
@@ -137,4 +137,4 @@ def through_file(states: Any) -> Any:
     file = io.BytesIO()
     torch.save(states, file)
     file.seek(0)
-    return torch.load(file)  # weights alone: there is no class of ours in it
+    return torch.load(file)  # weights alone: it contains no class of amp_patch

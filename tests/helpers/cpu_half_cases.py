@@ -39,7 +39,7 @@ def double_differentiable():
 
 @pytest.fixture(name="installed", params=["cpp", "python"] if backend() == "cpp" else ["python"])
 def installed_fixture(request):
-    """Casts and kernels of one kind: those of the extension, or those in Python."""
+    """Casts and kernels of one kind: the kernels of the extension, or the kernels in Python."""
     with install.use_backend(request.param):
         install.install()
         for dtype in LOW_PRECISION:

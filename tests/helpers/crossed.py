@@ -1,4 +1,4 @@
-"""Parametrization over a product of values, of which only a covering part runs in `make test`."""
+"""Parametrization over a product of values, only a covering part of which runs in `make test`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def train_ranks(
     ddp: dict[str, Any] | None = None,
     **initialize: Any,
 ) -> list[Tensor]:
-    """The weights (the masters') after so many steps; None: plain DDP without a line of ours."""
+    """The weights (the masters') after `steps` steps; None: plain DDP without amp_patch."""
     model = make(dist.get_rank() if seed_by_rank else 0)
     optimizer = optim(model.parameters())
     if level is not None:
@@ -87,7 +87,7 @@ def train_ranks(
 
 
 def overflow_on_one_rank(level: str, make: Any, value: float, **options: Any) -> tuple[dict[str, Any], Any]:
-    """Three steps, with `value` in the second rank's batch of the second: what was seen of each; the optimizer."""
+    """Take three steps, with `value` in the second batch of rank 1; return the observations and the optimizer."""
     model = mlp()
     model, optimizer = amp.initialize(
         model, make(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0, **options

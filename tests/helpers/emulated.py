@@ -43,7 +43,7 @@ class Seen(ctypes.Structure):
 
 
 def build() -> ctypes.CDLL:
-    """Compile the kernels, unless out/ has those of the same sources and command."""
+    """Compile the kernels, unless out/ has a build of the same sources and command."""
     torch_lib = Path(torch.__file__).parent / "lib"
     command = [
         *(COMPILER, "-std=c++20", "-O1", "-Wall", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"),

@@ -13,7 +13,7 @@ from torch import nn
 
 from amp_patch.integrations.transformers import OptLevelTrainer
 
-# What the packages warn of, on any script: their own deprecations, and advice on loaders and workers.
+# Warnings of the packages, on any script: their own deprecations, and advice on loaders and workers.
 PACKAGES_WARN = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),

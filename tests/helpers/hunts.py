@@ -11,7 +11,7 @@ from paths import ROOT
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed (it comes with the extra `dev`)")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 
-# Hypothesis keeps tables of its own on the disk; of our examples it keeps none (database=None).
+# Hypothesis writes its tables to the disk; it keeps no examples (database=None).
 hypothesis.configuration.set_hypothesis_home_dir(ROOT / "build" / "hypothesis")
 
 

@@ -38,8 +38,8 @@ class Interrupt:
     "call" is where CPython notices a signal on entry; "c_return", the other event, where it does after a call into C.
     While it waits for the end of a function of ours, it is sent again at each of these moments, not after a time.
 
-    Meanwhile the garbage collector rests. It would close what earlier interrupts left behind at calls that are counted;
-    and CPython 3.11, where one of these raises, goes on to call a profile function that it has freed.
+    The garbage collector is disabled until then. It would close generators of earlier interrupts at calls that are
+    counted. If one of these raises, CPython 3.11 calls a profile function that it has freed.
     """
 
     def __init__(self, at: int = 0, event: str = "call") -> None:
@@ -50,7 +50,7 @@ class Interrupt:
         self.raised: BaseException | None = None
 
     def __call__(self, run: Callable[[], Any]) -> Interrupt:
-        unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None  # what a generator's end swallows
+        unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None  # of generators
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -79,7 +79,7 @@ class Interrupt:
 
 
 def is_waiting() -> bool:
-    """Whether a SIGINT waits for the end of a function of ours."""
+    """Tell whether a SIGINT waits for the end of a function of amp_patch."""
     handler = interrupts.sigint_handler()
     return isinstance(handler, WholeFirst) and handler.is_waiting
 
@@ -176,6 +176,6 @@ class Training:
         self.step()
 
     def weights(self) -> list[Tensor]:
-        """Those that the optimizer updates, and the model's own."""
+        """Return the weights that the optimizer updates, and the model's weights."""
         params = [*amp.master_params(self.optimizer), *self.model.parameters()]
         return [param.detach().clone() for param in params]

@@ -108,7 +108,7 @@ class Case:
 
     buffers: tuple[Buffer, ...]
     lists: dict[str, tuple[Place, ...]]
-    same_object: bool  # tensors at one place are one Python object, else views of their own
+    same_object: bool  # tensors at one place are one Python object, else separate views
 
     def make(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         buffers = [b.make() for b in self.buffers]

@@ -48,7 +48,7 @@ class Life:
 
     Args:
         stack: the model for amp_patch; FP32.
-        saved: what is loaded into both.
+        saved: the values that are loaded into both.
         load: when into amp_patch's: "before" `initialize`, "after" it, or "between" the model's and the optimizers'.
     """
 
@@ -216,7 +216,7 @@ class Life:
             scheduler.load_state_dict(schedule)
 
     # ------------------------------------------------------------------------------------------------------------------
-    # What the two have
+    # State of both trainings
 
     @property
     def waits(self) -> bool:
@@ -341,5 +341,5 @@ def reread(value: Any, *, weights_only: bool = True) -> Any:
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group, without those that choose between torch's implementations."""
+    """Return the settings of a group, without the settings that choose between torch's implementations."""
     return {name: value for name, value in group.items() if name not in ("params", "foreach", "fused", "initial_lr")}

@@ -88,7 +88,7 @@ def labelled(t: Make) -> tuple[Any, ...]:
 
 
 # Arguments by the name of the function, or by its address where one name means several signatures. A dict at the end
-# holds keyword arguments. What is not here is called with one square matrix.
+# holds keyword arguments. Other functions are called with one square matrix.
 SAMPLES: dict[str, Sample] = {
     # GEMMs
     "addbmm": lambda t: (t(3, 3), t(2, 3, 3), t(2, 3, 3)),
@@ -244,7 +244,7 @@ def flat(value: Any) -> list[Tensor]:
     return [tensor for item in value for tensor in flat(item)] if isinstance(value, (list, tuple)) else []
 
 
-REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # what a complex type is made of
+REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # the real type of a complex type
 
 
 def result_types(value: Any) -> set[torch.dtype]:

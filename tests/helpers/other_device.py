@@ -1,4 +1,4 @@
-"""Trainings on a device of torch's PrivateUse1 (tests/cuda/device_without_fp64.cpp), in a process of their own.
+"""Trainings on a device of torch's PrivateUse1 (tests/cuda/device_without_fp64.cpp), in a separate process.
 
 `python other_device.py FOLDER` builds the device in FOLDER and prints JSON: for each case of `without_fp64.py` its
 losses while the device has FP64 and while it has none, and the operators that ran on the device.

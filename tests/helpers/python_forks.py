@@ -1,7 +1,7 @@
 """`python ...` in a process that has torch already: a fork of one that has imported it, which takes most of a start.
 
-The child is as good as a new Python, save that torch, its compiler and scikit-learn are imported: nothing of amp_patch
-is. What tests the start itself (the order of imports, warnings of torch's import, signals) starts a Python of its own.
+The child equals a new Python that has imported torch, its compiler and scikit-learn, and nothing of amp_patch. A test
+of the start itself (the order of imports, warnings of torch's import, signals) starts a new Python.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _server = _Server()
 def _serve() -> None:
     sys.path.pop(0)  # the tests' helpers
     import torch
-    import torch._dynamo  # what torch's optimizers import when the first of them is made
+    import torch._dynamo  # modules that torch's optimizers import when the first of them is made
 
     with suppress(ImportError):  # many scripts of tests train on its digits
         import sklearn.datasets  # noqa: F401

@@ -28,7 +28,7 @@ _GRACE = 2.0  # seconds that the others have left when one rank has failed
 
 
 class RankError(AssertionError):
-    """A rank raised, died or hung. `results` has what the others returned, and None for those that failed."""
+    """A rank raised, died or hung. `results` has what the others returned, and None for each rank that failed."""
 
     def __init__(self, message: str, results: list[Any]) -> None:
         super().__init__(message)
@@ -133,7 +133,7 @@ def _serve(pipe: Connection, rank: int, size: int, backend: str, store: str) -> 
         import torch
         import torch.distributed as dist
 
-        gc.freeze()  # what was imported is no garbage, and looking at all of it takes longer than a test
+        gc.freeze()  # imported modules are no garbage, and looking at all of it takes longer than a test
         torch.set_num_threads(1)
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(minutes=5)

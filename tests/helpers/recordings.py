@@ -40,7 +40,7 @@ def one_step(model, optimizer, inputs=((1.0, 1.0),), factor=1.0, **options):
 
 
 def foreign(hooks):
-    """The hooks of all optimizers but those by which trainings watch for left-out weights."""
+    """Return the hooks of all optimizers, without the hooks that watch for left-out weights."""
     return [hook for hook in hooks.values() if hook.__module__ != left_out.__name__]
 
 

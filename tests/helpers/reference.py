@@ -114,7 +114,7 @@ SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nest
 
 
 def draw(sizes, seed, device="cpu", spread=2.0):
-    """Return numbers of many magnitudes, with which another order of roundings changes the result."""
+    """Return numbers of many magnitudes, so that another order of roundings changes the result."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [size if isinstance(size, tuple) else (size,) for size in sizes]
     return [
@@ -124,7 +124,7 @@ def draw(sizes, seed, device="cpu", spread=2.0):
 
 
 class State:
-    """Masters, states, weights and gradients; one step of ours, and the same by torch."""
+    """Masters, states, weights and gradients; one step of amp_patch, and the same by torch."""
 
     def __init__(self, sizes=SIZES, low=None, device="cpu", seed=0, steps=0, layout=lambda t: t):
         self.sizes, self.device, self.layout = sizes, device, layout

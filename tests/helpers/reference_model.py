@@ -137,7 +137,7 @@ def sown(plant: Plant | None, models: list[Any]) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the levels are
+# Rows of the levels
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,9 @@ class Weight:
             is not in use yet.
         grad: unscaled, of the master.
         waiting: the sum of the scaled gradients of a delayed iteration, in the model's type. Of a weight that is its
-            own master `grad` is in it, scaled again, save what that would make infinite.
+            own master `grad` is in it, scaled again, except values that scaling makes infinite.
         low: of a split master its low 16 bits, signed; `value` is the high half.
-        edited: whether somebody has written into `value`, or `master`, and nothing has brought the other in step.
+        edited: whether the script has written into `value`, or `master`, and nothing has brought the other in step.
     """
 
     def __init__(self, initial: Tensor, dtype: torch.dtype, masters: bool | str, trains: bool) -> None:

@@ -80,7 +80,7 @@ class Owner:
 class Trainer:
     """The backward passes and steps of a training by hand.
 
-    A loss's gradients are unscaled, checked by themselves, and then added to what is there. An overflow among those of
+    A loss's gradients are unscaled, checked alone, and then added to earlier gradients. An overflow among those of
     one loss moves that loss's scale, once between two steps, and every optimizer of its call skips its next step.
     """
 
@@ -119,7 +119,7 @@ class Trainer:
             elif grad is not None and weight.waiting is not None:
                 weight.waiting = weight.waiting + grad
             elif grad is not None and not self.level.scales and not weight.has_master and weight.grad is not None:
-                weight.grad = weight.grad + grad  # nothing is taken away where nothing is scaled
+                weight.grad = weight.grad + grad  # without scaling nothing is set aside
         self._clear_lost()
 
     def _begin(self, targets: list[Owner], loss_id: int) -> None:
@@ -127,14 +127,14 @@ class Trainer:
         for owner in targets:
             for weight in owner.weights:
                 weight.thaw()
-            if owner.waits_for is not None:  # what waits is scaled as this backward's will be
+            if owner.waits_for is not None:  # deferred gradients are scaled as this backward's will be
                 factor = torch.tensor(scale, dtype=torch.float64) / owner.waits_at
                 for weight in owner.weights:
                     if weight.waiting is not None and factor != 1 and self.level.scales:
                         weight.waiting = (weight.waiting.float() * factor.float()).to(weight.waiting.dtype)
                 owner.waits_for, owner.waits_at = loss_id, scale
             if owner.waits_for is None and all(weight.grad is None for weight in owner.weights):
-                owner.overflowed.clear()  # of gradients that were thrown away
+                owner.overflowed.clear()  # gradients that were dropped
 
     def _gradients(self, loss: Tensor, loss_id: int) -> list[tuple[Weight, Tensor | None]]:
         """Return the gradient of each of the models' weights from the scaled loss alone."""

@@ -47,7 +47,7 @@ class Theirs(torch.amp.GradScaler):
 
 
 class Cuda(torch.cuda.amp.GradScaler):
-    """torch's older name, which by itself is for CUDA alone."""
+    """torch's older name, which serves CUDA alone."""
 
     def __init__(self, device, **options):
         torch.amp.GradScaler.__init__(self, device, **options)

@@ -24,7 +24,7 @@ from amp_patch.run import no_cuda
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """That of a script which finds this amp_patch: one thread, and of our variables those that are given."""
+    """Return the environment of a script that finds this amp_patch: one thread, only the given variables of ours."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     found = {name: value for name, value in os.environ.items() if not name.startswith("AMP_PATCH_")}
     return {**found, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
@@ -127,7 +127,7 @@ def described(pid: int) -> str:
 def wait_until(
     happens: Callable[[], object], seconds: float = SECONDS, instead: Callable[[], str] = lambda: "it has not happened"
 ) -> None:
-    """Wait; `instead` says what is the case when the time is over."""
+    """Wait; `instead` describes the state when the time is over."""
     until = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < until, f"{instead()}, in {seconds:g} s"

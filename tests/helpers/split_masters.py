@@ -35,7 +35,7 @@ MAKERS = {
 
 
 def net(device: str = "cpu") -> nn.Sequential:
-    """Linear layers of odd sizes, one weight of which is exactly half way between two BF16 numbers."""
+    """Linear layers of odd sizes, with one weight exactly half way between two BF16 numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 5)).to(device)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 A story is a model, its optimizers, the options of `initialize`, and 10 to 40 events: backward passes, overflows, clips,
 steps, edits, groups, copies, checkpoints. `lives.py` tells it to amp_patch and to a training by hand, and compares.
-Here are the words, the draw of a story from a seed, and what is left of one that fails.
+Here are the words, the draw of a story from a seed, and the shortest form of one that fails.
 """
 
 from __future__ import annotations

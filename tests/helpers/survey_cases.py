@@ -389,7 +389,7 @@ def average_inside():
 
 
 def copied_rows():
-    """As a graph net's layer for each degree: rows are copied into memory without numbers of its own."""
+    """As a graph net's layer for each degree: rows are copied into memory that has no numbers yet."""
 
     class Net(nn.Module):
         def __init__(self):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What torch asks the device for an answer with, or a size that depends on values.
+# Operators that read a value from the device, or a size that depends on values.
 SYNCS = (
     "_local_scalar_dense",
     "is_nonzero",
@@ -26,7 +26,7 @@ SYNCS = (
 
 
 class _Counting(TorchDispatchMode):
-    """The stand-in on a CPU, where nothing waits: counts the operators that would on a GPU."""
+    """The stand-in on a CPU, which never waits: counts the operators that would on a GPU."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def count(device, body):
 class CopiesToOrFrom(TorchDispatchMode):
     """Counts the operators that take tensors of the CPU and of `device`, or move one: on a GPU they would wait for it.
 
-    With "meta" for the device this needs none, as long as nobody asks for a value.
+    With "meta" for the device this needs none, as long as no code reads a value.
     """
 
     def __init__(self, device):

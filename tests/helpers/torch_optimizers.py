@@ -44,8 +44,8 @@ VARIANTS = [pytest.param(name, {}, id=name) for name in AVAILABLE] + [
     if not (flag == "capturable" and not torch.cuda.is_available())
 ]
 
-# What the stories draw from, in this order: name -> the class, and what is set otherwise. The fused SGD has no
-# momentum: torch's kernel begins one in FP16 with what lies in the memory.
+# Optimizers of the stories, in this order: name -> the class, and its settings. The fused SGD has no
+# momentum: torch's kernel begins one in FP16 with the old contents of the memory.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {"momentum": 0, "weight_decay": 0}),
     "momentum": ("SGD", {"nesterov": True}),

@@ -18,7 +18,7 @@ from amp_patch.policy import OPT_LEVELS
 from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import count_skips, last_skip
 
-# The levels of 16 bits and FP32: those whose products are of no format of fewer bits.
+# The levels of 16 bits and FP32: levels whose products have no format of fewer bits.
 LEVELS = tuple(level for level, policy in OPT_LEVELS.items() if policy.product_format is None)
 
 SGD = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)  # noqa: E731

@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 def losses(level: str, name: str, device: str = "cpu") -> list[float]:
-    """Train for five steps with clipping, of which the third overflows (not at O0); return the loss of each."""
+    """Train for five steps with clipping, the third of which overflows (not at O0); return the loss of each."""
     torch.manual_seed(0)
     model = Net().to(device)
     optimizer = MAKERS[name](model.parameters())
