@@ -36,6 +36,26 @@ def test_a_scheduler_built_before_or_after_initialize_works_and_does_not_warn(le
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_step_after_a_discarded_overflow_is_taken(level):
+    for discard in ("optimizer", "model", "none"):
+        model = linear([[1.0]])
+        model, optimizer = amp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, verbosity=0
+        )
+        backward(model(torch.tensor([[math.inf]])).sum(), optimizer)
+        if discard == "optimizer":
+            optimizer.zero_grad()
+        elif discard == "model":
+            model.zero_grad()
+        else:
+            for p in amp.master_params(optimizer):
+                p.grad = None
+        backward(model(torch.tensor([[0.5]])).sum(), optimizer)
+        optimizer.step()
+        assert not optimizer._amp_stash.step_skipped and model.weight.item() == 0.5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_counters_that_an_optimizer_keeps_in_its_groups_are_put_back(level):
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
