@@ -72,6 +72,19 @@ def test_module_that_answers_through_getattr() -> None:
     assert torch._VF.lstm is original
 
 
+def test_one_name_twice_comes_apart_in_order() -> None:
+    module = types.ModuleType("module")
+    module.value = "original"
+    patches = Patches()
+    for value in ("first", "second"):
+        patches.set(module, "value", value)
+    assert module.value == "second" and len(patches) == 2
+    patches.remove()
+    assert module.value == "original" and len(patches) == 0
+    patches.remove()  # nothing left: nothing happens
+    assert module.value == "original"
+
+
 def test_instance_with_property_or_slots() -> None:
     derived, slotted, empty = Derived(), Slotted(), Slotted()
     derived.prop, slotted.field = "set", "filled"
