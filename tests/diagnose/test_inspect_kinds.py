@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import weakref
 
@@ -107,23 +106,6 @@ def test_inspect_counts_a_step_that_a_scaler_skips(make, unscales):
             scaler.update()
     assert (seen.step, seen.scale) == (4, 2.0**9)
     assert (seen.not_finite.op, seen.not_finite.module, seen.not_finite.step) == ("mul", None, 2)
-
-
-def test_inspect_of_two_models_sees_each_model_alone():
-    """A GAN: each inspection sees its own model, and not the computations of the other inspection."""
-    models = [training.linear([[2.0]]), nn.Sequential(training.linear([[2.0]]), nn.Tanh())]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
-    amp.initialize(models, optimizers, opt_level="O2", loss_scale=1.0, verbosity=0)
-    with inspect(models[0], optimizers) as first, inspect(models[1], optimizers) as second:
-        for value in (0.0, 6e4):
-            training.backward(models[1](models[0](torch.full((1, 1), value))).float().sum(), optimizers)
-            for optimizer in optimizers:
-                optimizer.step()
-    assert str(first.not_finite).startswith("forward of linear in the model itself, step 2: from inputs of 2 to 6")
-    assert first.not_finite == dataclasses.replace(second.not_finite, module="", remedy=())
-    assert second.not_finite.module is None
-    assert first.activations.keys() == {""} and second.activations.keys() == {"", "0", "1"}
-    assert first.errors.keys() == {""} and second.errors.keys() == {"0", "1"}
 
 
 def test_inspect_holds_no_activation():

@@ -78,46 +78,6 @@ def test_a_training_of_initialize_gives_its_own_losses(level, device):
     assert same(weights(model), trained)
 
 
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = linear([[1.0, 2.0]]), linear([[3.0, -1.0]])
-
-
-class TwoLosses(Graph):
-    """A loss and an optimizer for each head, and one loss that both share."""
-
-    def __init__(self, heads: Heads, optimizers: list[Any], scaler: Any) -> None:
-        super().__init__()
-        self.heads = heads
-        self.config.compile(backend="eager", fullgraph=True)
-        for optimizer in optimizers:
-            self.add_optimizer(optimizer)
-        if scaler is not None:
-            self.set_grad_scaler(scaler)
-
-    def build(self, x: Tensor) -> dict[str, Tensor]:
-        left, right = self.heads.left(x).mean(), self.heads.right(x).mean()
-        left.backward(retain_graph=True)
-        right.backward(retain_graph=True)
-        (left * right).backward()
-        return {"left": left, "right": right}
-
-
-@pytest.mark.parametrize("scaler", [None, 1024.0])
-def test_several_losses_and_several_optimizers(scaler):
-    heads = Heads()
-    parts = (heads.left, heads.right)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.25) for part in parts]
-    graph = TwoLosses(heads, optimizers, scaler and amp.GradScaler("cpu", init_scale=scaler))
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    returned = graph(x)
-    # By hand: mean of x is [2, 3], so left = 8, right = 3; d/dleft = 1 + right = 4, d/dright = 1 + left = 9.
-    assert {name: value.item() for name, value in returned.items()} == {"left": 8.0, "right": 3.0}
-    assert heads.left.weight.tolist() == [[1.0 - 0.25 * 4 * 2, 2.0 - 0.25 * 4 * 3]]
-    assert heads.right.weight.tolist() == [[3.0 - 0.25 * 9 * 2, -1.0 - 0.25 * 9 * 3]]
-
-
 class Micro(Step):
     def build(self, inputs: Tensor, targets: Tensor, weight: float = 1.0) -> Any:
         outputs = self.model(inputs)

@@ -36,13 +36,6 @@ def adopt(param: Tensor, master: Tensor) -> Tensor:
     return torch.where(master.to(param.dtype) == param, master, param.float())
 
 
-def update_scale(scale: float, tracker: int, overflow: bool, growth: float, backoff: float, interval: int):
-    """(scale, tracker) of ``torch._amp_update_scale_``, in Python numbers."""
-    if overflow:
-        return scale * backoff, 0
-    return (scale * growth, 0) if tracker + 1 == interval else (scale, tracker + 1)
-
-
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -218,19 +218,6 @@ def test_nothing_grows_over_100_steps(level):
     assert steps(90) <= first
 
 
-def test_nothing_grows_over_20_evaluations_under_no_grad_at_o1():
-    model, inputs = amp.initialize(convnet().eval(), opt_level="O1"), training.images(0)[0]
-
-    def evaluate(number):
-        for _ in range(number):
-            with torch.no_grad():
-                model(inputs)
-        return counts()
-
-    first = evaluate(1)
-    assert evaluate(20) == first
-
-
 @pytest.mark.parametrize("restores", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_is_left_of_trainings_that_were_restored_or_dropped(level, restores):

@@ -50,37 +50,6 @@ def test_a_parameter_that_joins_later_steps_as_if_it_were_alone(make):
 
 
 @every
-def test_a_step_without_any_gradient_changes_nothing(make):
-    params = parameters()
-    optimizer = make(params, **required(make))
-    optimizer.zero_grad()
-    optimizer.step()
-    assert not optimizer.state and not optimizer.param_groups[0].get("step")
-    run_steps(optimizer, params)
-    before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.step()
-    after = optimizer.state_dict()
-    assert repr(after["param_groups"]) == repr(before[0]["param_groups"])
-    assert all(map(torch.equal, params, before[1]))
-
-
-@every
-def test_a_closure_is_evaluated_with_gradients(make):
-    p = nn.Parameter(torch.ones(3))
-    optimizer = make([p], **required(make))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (p * p).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 3.0
-    assert (p != 1).all()
-
-
-@every
 def test_a_sparse_gradient_is_refused_before_anything_is_written(make):
     dense, table = nn.Parameter(torch.ones(2)), nn.Embedding(3, 2, sparse=True)
     optimizer = make([dense, table.weight], **required(make))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -53,47 +51,6 @@ def test_draws_depend_on_no_history_of_the_parameters(history):
     order = (3, 0, 2) if history == "groups in another order" else (0, 2, 3)
     found, its_state = train(HISTORIES[history], order)
     assert same(found, wanted) and its_state == state and state["steps"] == [3] * 6
-
-
-COPIES: dict[str, Any] = {
-    "deepcopy": copy.deepcopy,
-    "the optimizer first": lambda both: copy.deepcopy(both[::-1])[::-1],
-    "pickle": lambda both: pickle.loads(pickle.dumps(both)),
-    "a copy of a copy": lambda both: copy.deepcopy(pickle.loads(pickle.dumps(both))),
-}
-
-
-@pytest.mark.parametrize("later", ["thawed", "thawed, came in FP32", "added", "added after a layer was removed", "new"])
-@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
-def test_a_copy_draws_for_parameters_that_get_masters_later_as_the_original_does(way, later):
-    def train(copied: Any) -> tuple[Any, Any]:
-        model = net()
-        if later != "thawed, came in FP32":
-            model[0].bfloat16()
-        model[0].requires_grad_(False)
-        held = model.parameters() if later.startswith("thawed") else [*model[2].parameters(), *model[3].parameters()]
-        model, optimizer = start(lambda _: OPTIM.SGD(held, lr=0.05), model)
-        iterate_split(model, optimizer, range(2))
-        if "removed" in later or later == "new":
-            optimizer.param_groups[0]["params"][-2:] = []
-            model[3] = nn.Linear(model[3].in_features, model[3].out_features)
-            with torch.no_grad():
-                [param.fill_(0.125) for param in model[3].parameters()]
-            model[3].bfloat16().requires_grad_(False)
-        model, optimizer = copied((model, optimizer))
-        model[0].requires_grad_(True)
-        if later == "new":
-            model[3].requires_grad_(True)
-            optimizer.add_param_group({"params": list(model[3].parameters())})
-        if not later.startswith("thawed"):
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-        iterate_split(model, optimizer, range(2, 5))
-        result = [p.detach().clone() for p in model.parameters()], amp.state_dict(optimizer)
-        amp.restore()
-        return result
-
-    (found, its_state), (wanted, state) = train(way), train(lambda both: both)
-    assert same(found, wanted) and its_state == state
 
 
 def test_a_state_in_another_order_is_refused_with_the_way_out():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,13 +30,6 @@ def network() -> nn.Sequential:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@contextmanager
-def warned() -> Iterator[list[Any]]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        yield found
 
 
 def plain_steps(model: nn.Module, optimizer: Any, count: int = 3) -> None:
@@ -286,14 +277,3 @@ def test_weights_that_an_optimizer_gets_later_are_not_warned_of(level):
         backward(model(X).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_weights_that_an_optimizer_beside_the_training_steps_at_o3_are_not_warned_of():
-    model = network()
-    given, beside = sgd(model[0]), sgd(model[2])
-    model, given = amp.initialize(model, given, opt_level="O3", verbosity=0)
-    for _ in range(5):
-        backward(model(X).square().mean(), given)
-        for optimizer in (given, beside):
-            optimizer.step()
-            optimizer.zero_grad()
