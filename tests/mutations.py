@@ -70,8 +70,8 @@ MUTATIONS = (
     ),
     Mutation(
         "keep_fp32: a view of a result has its FP32 numbers",
-        "if function in _OF_VIEWS:",
-        "if function in _OF_VIEWS and function is not Tensor.__getitem__:",
+        "if known in _OF_VIEWS:",
+        "if known in _OF_VIEWS and known is not Tensor.__getitem__:",
         ("test_kept_results.py",),
     ),
     Mutation(
@@ -133,6 +133,30 @@ MUTATIONS = (
         'Rule("loss", _loss, shown="fp32", alone=_loss_alone)',
         'Rule("loss", _loss, shown="fp32", alone=inexact_alone)',
         ("test_lean_loss.py",),
+    ),
+    Mutation(
+        "upcast logits: what user code has written is no upcast",
+        "base._version != note.versions[1]",
+        "False",
+        ("test_sources.py",),
+    ),
+    Mutation(
+        "upcast logits: a hook of the FP32 tensor gets its gradient",
+        "hooked = any(_is_hooked(wide()) for wide in wides)",
+        "hooked = False",
+        ("test_sources.py",),
+    ),
+    Mutation(
+        "upcast logits: the gradient of the FP32 tensor can be asked for",
+        "return hooked or not torch._C._will_engine_execute_node(probe)",
+        "return hooked",
+        ("test_sources.py",),
+    ),
+    Mutation(
+        "upcast logits: a loss in a model saves the low-precision ones",
+        "if source is not None and not source.is_alive:",
+        "if source is not None:",
+        ("test_sources.py",),
     ),
     Mutation(
         "embeddings on a CPU: gradients are summed in FP32",

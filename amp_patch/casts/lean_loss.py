@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import _get_current_function_mode_stack
 
+from amp_patch.casts.sources import Source, goes_to_upcast, source_of
 from amp_patch.casts.state import is_plain_eager
 from amp_patch.policy import LOW_PRECISION
 
@@ -45,15 +46,19 @@ def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
         call = _Call(*args, **kwargs)
     except TypeError:
         return None
-    logits = call.input
+    logits = wide = call.input
+    source = source_of(wide) if type(wide) is Tensor and wide.dtype is torch.float32 and wide.requires_grad else None
+    if source is not None:
+        logits = source.graph
     if not (_is_plain(logits) and logits.dtype in LOW_PRECISION and logits.numel() >= SMALLEST and _serves(call)):
         return None
     weight = None if call.weight is None else call.weight.float()
     target = call.target
     if logits.dim() > 3:
-        logits = logits.flatten(2)
+        logits, wide = logits.flatten(2), wide.flatten(2)
         target = target.flatten(2 if target.is_floating_point() else 1)
-    terms = _Terms.apply(logits, target, weight, call.ignore_index, float(call.label_smoothing))
+    passed = () if source is None else (source, wide, torch.empty(0, requires_grad=True))
+    terms = _Terms.apply(logits, target, weight, call.ignore_index, float(call.label_smoothing), *passed)
     reduce = _reduced_probabilities if target.is_floating_point() else _reduced_classes
     loss = reduce(terms, target, weight, call, logits.shape[1])
     return loss.reshape(call.input[:, 0].shape) if call.reduction == "none" else loss
@@ -92,8 +97,19 @@ class _Terms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        ignored: int,
+        smoothing: float,
+        source: Source | None = None,
+        wide: Any = None,
+        probe: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
+        ctx.low, ctx.wides = logits.dtype, None if source is None else source.wides
+        if source is not None and not source.is_alive:
+            logits = wide
         ctx.save_for_backward(logits, target, weight)
         ctx.ignored, ctx.smoothing = ignored, smoothing
         count = 2 if smoothing > 0 and not target.is_floating_point() else 1
@@ -116,12 +132,18 @@ class _Terms(torch.autograd.Function):
             spread = _spread(own, logarithms, _of(target, part), weight, ctx.ignored, ctx.smoothing, is_plain)
             return torch.ops.aten._log_softmax_backward_data(spread, logarithms, 1, torch.float32)
 
+        wides = ctx.wides
+        widens = wides is not None and (not is_plain or goes_to_upcast(wides, ctx.next_functions[-1][0]))
+        dtype = torch.float32 if widens else ctx.low
         if not is_plain:  # for second derivatives, and batched gradients
-            return gradient(()).to(logits.dtype), None, None, None, None
-        result = torch.empty_like(logits)
-        for part in _parts(logits, ctx.smoothing):
-            result[part].copy_(gradient(part))
-        return result, None, None, None, None
+            result = gradient(()).to(dtype)
+        else:
+            result = torch.empty_like(logits, dtype=dtype)
+            for part in _parts(logits, ctx.smoothing):
+                result[part].copy_(gradient(part))
+        if wides is None:
+            return result, None, None, None, None
+        return None if widens else result, None, None, None, None, None, result if widens else None, None
 
 
 def _parts(logits: Tensor, smoothing: float) -> Iterator[_Part]:

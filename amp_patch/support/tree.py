@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
 import types
 from collections import UserDict
@@ -48,7 +49,7 @@ def cast_floats(
     value: Any,
     dtype: torch.dtype,
     only: Collection[torch.dtype] | None = None,
-    to: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+    to: Callable[[Tensor, torch.dtype], Tensor] = lambda tensor, dtype: tensor.to(dtype),
 ) -> Any:
     """Cast the floating-point tensors in `value` to `dtype`, through autograd; `map_tensors` defines the walk.
 
@@ -102,22 +103,19 @@ def batch_tensors(value: Any) -> list[Tensor]:
 
 def _map_attributes(value: Any, fn: TensorFn, converted: ObjectFn) -> Any:
     """Do `map_tensors`, also in the attributes of objects of a user's class that `converted` returns None for."""
-    inside: list[Any] = []  # the objects that enclose the present one
+    return _map(value, fn, functools.partial(_enter, fn, converted, []))
 
-    def enter(other: Any) -> Any:
-        if isinstance(other, (nn.Module, type)):
-            return other
-        if (new := converted(other)) is not None:
-            return new
-        if is_dynamo_compiling() or not _has_attributes(other) or len(inside) == _DEEP or _is_among(other, inside):
-            return other
-        inside.append(other)
-        try:
-            return _object(other, fn, enter)
-        finally:
-            inside.pop()
 
-    return _map(value, fn, enter)
+def _enter(fn: TensorFn, converted: ObjectFn, inside: list[Any], other: Any) -> Any:
+    """Return `other`, no container, as `_map_attributes` maps it; `inside` has the objects that enclose it."""
+    if isinstance(other, (nn.Module, type)):
+        return other
+    if (new := converted(other)) is not None:
+        return new
+    if is_dynamo_compiling() or not _has_attributes(other) or len(inside) == _DEEP or _is_among(other, inside):
+        return other
+    # No closure that calls itself: such a cycle would hold `fn`, and the tensors of its calls, until a collection.
+    return _object(other, fn, functools.partial(_enter, fn, converted, [*inside, other]))
 
 
 def edited_places(given: Any, passed: Any) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
