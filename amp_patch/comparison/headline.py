@@ -29,8 +29,7 @@ def headline(comparison: Comparison) -> str:
 def label(level: LevelResult) -> str:
     """Return "O5 (BF16)"; "O0 (BF16, no masters)" if the script itself makes BF16 weights."""
     what = level.name if level.level == NATIVE else level.level
-    own = type_name(level.dtype or ("float64" if level.is_fp64 else "float32"))
-    return f"{what} ({level.low_weights or own})"
+    return f"{what} ({level.own_weights or type_name(level.dtype or 'float32')})"
 
 
 def gains(comparison: Comparison) -> str:
@@ -230,7 +229,7 @@ def outcome(level: LevelResult, comparison: Comparison) -> str:
     if advice is None or base is None:
         return ""
     if level is base:
-        return f"the script as it is, {level.low_weights}" if level.low_weights else "the baseline"
+        return f"the script as it is, {level.own_weights}" if level.own_weights else "the baseline"
     if level is advice.level:
         return "so far" if advice.so_far else "use this"
     standing = advice.standing(level)

@@ -71,7 +71,7 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
         return replace(found, kind="differs")
     pairs = [pair for pair in pairs_of(level, base) if pair[0].seed in seeds]
     if why != unjudged.CONSTANT and ours == theirs and all(same_losses(*pair) for pair in pairs):
-        why, found = unjudged.FP64 * base.is_fp64, replace(found, kind="within", to_the_bit=True)
+        why, found = unjudged.FP64 * (base.own_weights == unjudged.FP64), replace(found, kind="within", to_the_bit=True)
     elif not why and 0 < min(run.steps for run in (*level.runs, *base.runs)) < unjudged.LEAST_STEPS:
         why = "few steps"
     elif not why and unjudged.is_too_good(level, base, metric, sign):

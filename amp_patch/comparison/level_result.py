@@ -70,14 +70,10 @@ class LevelResult:
         return type_name(self.dtype) if self.dtype else ""
 
     @property
-    def low_weights(self) -> str:
-        """ "BF16, no masters" if the script itself made BF16 weights; "" otherwise, and at levels that cast weights."""
-        return next((f"{type_name(r.weights_type)}, no masters" for r in self.runs if r.weights_type in LOW_TYPES), "")
-
-    @property
-    def is_fp64(self) -> bool:
-        """Whether the script itself made FP64 weights; False at levels that cast weights."""
-        return any(run.weights_type == "float64" for run in self.runs)
+    def own_weights(self) -> str:
+        """ "BF16, no masters" or "FP64" if the script itself made such weights; "" otherwise, and at other levels."""
+        made = next((run.weights_type for run in self.runs if run.weights_type), "")
+        return type_name(made) + ", no masters" * (made in LOW_TYPES)
 
     @property
     def other_dtype(self) -> str | None:

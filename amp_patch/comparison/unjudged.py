@@ -117,7 +117,7 @@ def is_too_good(level: LevelResult, base: LevelResult, metric: str, sign: int) -
 
     False if the baseline trains low-precision weights: masters may then make a level much better.
     """
-    if base.low_weights:
+    if base.own_weights not in ("", FP64):
         return False
     figures = [sign * figure for figure in base.finite.values()]
     mean, improved = abs(statistics.mean(figures)), gained(base, metric, sign)

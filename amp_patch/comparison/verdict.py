@@ -50,8 +50,7 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         return Verdict(found.kind, lost, reason=lost)
     skips, without = _skips(found), lost_by_weights(found.lost_updates)
     if level is base:
-        own_type = base.low_weights or "FP64" * base.is_fp64
-        as_is = f"the script as it is, {own_type}: " if own_type else ""
+        as_is = f"the script as it is, {base.own_weights}: " if base.own_weights else ""
         own = f"{as_is}{what} {_mean_and_spread(base)}"
         return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, cut))
     collapsed = _collapsed(found.collapsed, base, what) if found.collapsed else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 from amp_patch.support.scripts_line import frames, place
 
 _LINES = """
@@ -41,6 +43,29 @@ class ScriptRefused(SystemExit):
             self.way_out = f". {then}{f':{lines}' if lines else ''}"
         way_out = self.way_out or f". {then}:{lines}"
         super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}{way_out}")
+
+
+def untrained(optimizers: Sized, initialized: Sized, evaluated: bool, empty: str) -> ScriptRefused:
+    """Return the error for a script that has ended without a training.
+
+    Args:
+        optimizers: the optimizers that it made.
+        initialized: the trainings that amp_patch has begun.
+        evaluated: whether it called a module without gradients.
+        empty: the loaders without a batch, in words; "" if there are none.
+    """
+    why, then = "it never called backward() of a loss of its model", "Its training needs loss.backward()"
+    if not optimizers:
+        why = "it made no optimizer of torch.optim in this process, and called no backward()"
+        then = "For inference alone there is no level to compare; amp.initialize(model) takes a model alone"
+    elif empty and not initialized:
+        why, then = f"no batch came: {empty}", "Give it more samples, or a smaller batch"
+    elif not initialized and evaluated:
+        why, then = "it called its model without gradients alone, as inference does", "A level is for a training"
+    elif not initialized:
+        why = "no batch came: it called no module whose parameters an optimizer holds"
+        then = "A loader with drop_last has no batch of fewer samples"
+    return ScriptRefused(f"it trained nothing: {why}", line=False, lines="", then=then)
 
 
 def _lightnings_lines() -> str:

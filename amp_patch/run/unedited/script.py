@@ -52,7 +52,7 @@ from amp_patch.run.unedited.loose_tensors import unscaled
 from amp_patch.run.unedited.native import NativePrecision, before_scaling
 from amp_patch.run.unedited.pickles import Pickles
 from amp_patch.run.unedited.processes import Processes, refuse_copies_of_shared, tell
-from amp_patch.run.unedited.refusal import ScriptRefused, where
+from amp_patch.run.unedited.refusal import ScriptRefused, untrained, where
 from amp_patch.run.unedited.scaler_states import ScalerStates
 from amp_patch.run.unedited.source import chooses_its_level
 from amp_patch.support import fsdp
@@ -166,18 +166,7 @@ class UneditedScript(observers.Observer):
             return self._handmade.refused(line=False)
         if not self._optimizers_made and self.processes.started:
             return self.processes.refused()
-        why, then = "it never called backward() of a loss of its model", "Its training needs loss.backward()"
-        if not self._optimizers_made:
-            why = "it made no optimizer of torch.optim in this process, and called no backward()"
-            then = "For inference alone there is no level to compare; amp.initialize(model) takes a model alone"
-        elif self.loaders.words and not self._initialized:
-            why, then = f"no batch came: {self.loaders.words}", "Give it more samples, or a smaller batch"
-        elif not self._initialized and self._evaluated:
-            why, then = "it called its model without gradients alone, as inference does", "A level is for a training"
-        elif not self._initialized:
-            why = "no batch came: it called no module whose parameters an optimizer holds"
-            then = "A loader with drop_last has no batch of fewer samples"
-        return ScriptRefused(f"it trained nothing: {why}", line=False, lines="", then=then)
+        return untrained(self._optimizers_made, self._initialized, self._evaluated, self.loaders.words)
 
     def training_begun(self, training: Any) -> None:
         self.has_begun |= training is not None
