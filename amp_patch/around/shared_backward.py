@@ -122,7 +122,8 @@ class SharedBackward(ScaledBackward):
     def _set_masters_aside(self, stash: Stash, known: set[Record]) -> None:
         records = [record for record in stash.masters.links.records if record not in known]
         known.update(records)
-        if records and stash.neighbours.body() is None and stash.masters.direct is None:
+        free = stash.neighbours.body() is None and stash.masters.direct is None
+        if records and free and self.inverse is not None:
             note = functools.partial(self._note_found, stash)
             stash.masters.direct = direct = DirectGradients(stash.masters.waiting, records, self.inverse, note)
             self._direct.append((stash, direct))

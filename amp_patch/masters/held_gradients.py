@@ -245,18 +245,13 @@ class DirectGradients:
         self,
         waiting: HalfGradients | None,
         records: list[Record],
-        inverse: Number | None,
+        inverse: Number,
         note: Callable[[FoundInf], None],
     ) -> None:
         self._waiting, self._records, self._inverse, self._note = waiting, records, inverse, note
         self._masters = [record.master for record in records]
         found = with_gradient(self._masters)
         self._has_earlier = bool(found or waiting)
-        if inverse is None:  # nothing is unscaled or checked: backward may add to the earlier gradients
-            self._has_earlier = False
-            if found:
-                self._masters = [master for index, master in enumerate(self._masters) if index not in set(found)]
-            return
         held = [self._masters[index] for index in found]
         if waiting:
             add_gradients(held)
@@ -267,8 +262,6 @@ class DirectGradients:
 
     def finish(self) -> None:
         """Unscale the gradients of the backward, check them for overflow, and add the earlier ones; no sync."""
-        if self._inverse is None:
-            return
         if not with_gradient(self._masters):
             if self._has_earlier:
                 self.drop()

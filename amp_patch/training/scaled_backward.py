@@ -73,7 +73,8 @@ class ScaledBackward:
         self.done = self.failed = False
         self.parts: list[GroupParams] = []
         self.params: list[Tensor] = []
-        self.had_grad: Sequence[int] | None = None  # indices of the `params` that had a gradient when the body began
+        self.reached: list[Tensor] = []  # the tensors on which this body's backward may leave gradients
+        self.had_grad: Sequence[int] | None = None  # indices of those of `reached` that had one when the body began
         self._announced = False  # whether observers were notified of `body_begins`, and not of `body_ends` yet
         self._casts: regions.region | None = None
         # If the loss is scaled, hooks append the gradients of the loss, and of the scaled loss, to these two lists. At
@@ -172,11 +173,14 @@ class ScaledBackward:
             stash.bodies += 1
         self.find_parts()
         self._make_room()
+        self.reached = self.params
         for stash, new in zip(self.stashes, self.parts, strict=True):
-            if new.linked:
+            if new.linked and self.inverse is not None:
                 note = partial(add, self.now.found)
                 stash.masters.direct = DirectGradients(stash.masters.waiting, new.linked, self.inverse, note)
-        self.had_grad = with_gradient(self.params)
+            elif new.linked:  # nothing is unscaled or checked: backward may add to earlier gradients of masters
+                self.reached = self.reached + new.linked_masters
+        self.had_grad = with_gradient(self.reached)
 
     def _make_room(self) -> None:
         accumulating = []
@@ -272,8 +276,7 @@ class ScaledBackward:
         """
         self.failed = True
         if self.had_grad is not None:
-            for index in set(range(len(self.params))).difference(self.had_grad):
-                self.params[index].grad = None
+            drop_gradients([self.reached[index] for index in set(range(len(self.reached))).difference(self.had_grad)])
         for stash in self.stashes:
             direct, stash.masters.direct = stash.masters.direct, None
             if direct is not None:
