@@ -48,22 +48,6 @@ def test_links_of_the_readme_lead_to_the_tag_from_elsewhere(setup):
     assert ours == {f"/{'raw' if path.endswith('.svg') else 'blob'}/v{__version__}/{path}" for path in relative}
 
 
-@pytest.mark.parametrize(
-    ("text", "there"),
-    [
-        ("[a `b`](docs/c.md#d)", f"[a `b`]({HOME}/blob/v1/docs/c.md#d)"),
-        ("![a](docs/c.svg)", f"![a]({HOME}/raw/v1/docs/c.svg)"),
-        ('<source srcset="docs/c.svg"><img src="docs/d.svg">', None),
-        ("[a](https://b.org/c) [d](#e)", "[a](https://b.org/c) [d](#e)"),
-        ("`f[0](x)`\n```\nf[0](x)\n```\n[a](b)", f"`f[0](x)`\n```\nf[0](x)\n```\n[a]({HOME}/blob/v1/b)"),
-    ],
-)
-def test_each_form_of_a_link(setup, text, there):
-    if there is None:
-        there = f'<source srcset="{HOME}/raw/v1/docs/c.svg"><img src="{HOME}/raw/v1/docs/d.svg">'
-    assert setup.long_description(text, HOME, "v1") == there
-
-
 def test_addresses_lead_to_files_of_the_repository(setup):
     urls = setup.project_urls(HOME, "v1")
     assert urls.pop("Repository") == HOME and urls.pop("Issues") == f"{HOME}/issues"

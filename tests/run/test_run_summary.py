@@ -61,14 +61,6 @@ def test_the_summary_names_level_models_optimizers_steps_and_skips(level, name, 
     assert 50 * 2**20 < peak < 2**40, "torch alone takes more than the first"
 
 
-def test_the_summary_lists_several_trainings(capsys):
-    with told():
-        train("O2", steps=1)
-        train("O1", steps=2)
-    words = "amp_patch: O2 FP16, O1 FP16 trained Net (2) by SGD (2): 3 steps, 0 skipped"
-    assert capsys.readouterr().err.startswith(words)
-
-
 ENDS = {
     "to the end": (lambda: None, True),
     "exit": (sys.exit, True),
