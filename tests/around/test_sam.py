@@ -244,6 +244,24 @@ def test_its_state_dict_resumes(level):
     assert [iterate(other, resumed, resumed, images(step)) for step in (2, 3)] == expected
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_its_state_for_parameters_moves_to_the_masters_and_back(level):
+    model = linear([[1.0]])
+    sam = Sam(model.parameters(), torch.optim.SGD, lr=1.0)
+    model(torch.ones(1, 1)).sum().backward()
+    sam.first_step(zero_grad=True)
+    old = sam.state[model.weight]["old"]
+    amp.initialize(model, sam, opt_level=level)
+    (master,) = amp.master_params(sam)
+    assert sam.state[model.weight]["old"] is sam.state[master]["old"] is old
+    assert list(map(id, sam.state)) == [id(master)]
+    sam.load_state_dict(sam.state_dict())
+    assert "old" in sam.state[model.weight] and list(map(id, sam.state)) == [id(master)]
+    del old  # `load_state_dict` has copied it
+    amp.restore()
+    assert "old" in sam.state[model.weight] and master not in sam.state
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "its base"])
 def test_restore_leaves_nothing_on_the_wrapper(whole, kind):
