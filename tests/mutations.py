@@ -3,9 +3,8 @@
     make mutations                    # all of them: some minutes
     make mutations ONLY="clip DDP"    # those whose words have one of these in them
 
-By hand, before and after the code is rewritten. Each mutation is made in a copy of the tree, by its text: wherever that
-lies now, it has to be there exactly once. The named tests run until the first one fails, which must pass again without
-the mutation. Prints a row for each, and exits non-zero if none failed, or if the text was not found.
+Each mutation is made in a copy of the tree, by its text, which must be there once. The named tests run until the first
+one fails, which must pass again without the mutation. Exits non-zero if none failed, or if the text was not found.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from amp_patch.casts.sources import Source, goes_to_upcast, source_of
 from amp_patch.casts.state import is_plain_eager
+from amp_patch.casts.thread_state import this_thread
 from amp_patch.policy import LOW_PRECISION
 
 SMALLEST = 2**22  # elements; for smaller logits the blocks take up to 1.6 times as long as copies, which a cache holds
@@ -57,11 +58,20 @@ def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     if logits.dim() > 3:
         logits, wide = logits.flatten(2), wide.flatten(2)
         target = target.flatten(2 if target.is_floating_point() else 1)
-    passed = () if source is None else (source, wide, torch.empty(0, requires_grad=True))
+    passed = () if source is None else (source, wide, wide.new_empty(0, requires_grad=True))
     terms = _Terms.apply(logits, target, weight, call.ignore_index, float(call.label_smoothing), *passed)
     reduce = _reduced_probabilities if target.is_floating_point() else _reduced_classes
     loss = reduce(terms, target, weight, call, logits.shape[1])
     return loss.reshape(call.input[:, 0].shape) if call.reduction == "none" else loss
+
+
+def type_is_chosen() -> bool:
+    """Tell whether user code has chosen the type of a loss: in a torch.autocast, and in regions without casts."""
+    if not this_thread.stack:
+        return torch._C._is_any_autocast_enabled()
+    policy = this_thread.stack[-1].region.policy
+    is_cast = policy is not None and policy.makes_low_tensors and not this_thread.uncastable_entries
+    return not is_cast or torch._C._is_any_autocast_enabled()
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -15,7 +15,7 @@ from amp_patch.casts import lean_loss, low_bit
 from amp_patch.casts.in_fp32 import Alone, cross_entropy_alone, direction, direction_alone, inexact_alone, rnn_alone
 from amp_patch.casts.saturated import look
 from amp_patch.casts.state import cast_weight, is_plain_eager, outside
-from amp_patch.casts.thread_state import is_enabled, set_enabled, this_thread
+from amp_patch.casts.thread_state import is_enabled, set_enabled
 from amp_patch.casts.upcast import Upcast, rounded
 from amp_patch.support import flat_rnn
 from amp_patch.support.tree import map_tensors, tensors
@@ -206,11 +206,7 @@ def _loss(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
 
 
 def _loss_alone(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    # In a torch.autocast, and in regions without casts, user code has chosen the type.
-    is_chosen = torch._C._is_any_autocast_enabled()
-    if not is_dynamo_compiling() and this_thread.stack:
-        policy = this_thread.stack[-1].region.policy
-        is_chosen |= bool(this_thread.uncastable_entries) or policy is None or not policy.makes_low_tensors
+    is_chosen = not is_dynamo_compiling() and lean_loss.type_is_chosen()
     return function(*args, **kwargs) if is_chosen else _loss(function, args, kwargs)
 
 

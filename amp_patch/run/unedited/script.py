@@ -162,10 +162,8 @@ class UneditedScript(observers.Observer):
         """
         if self._left_alone or self.backwards or self._is_of_ours():
             return None
-        if not self._optimizers_made and self._handmade.backwards:
-            return self._handmade.refused(line=False)
-        if not self._optimizers_made and self.processes.started:
-            return self.processes.refused()
+        if not self._optimizers_made and (self._handmade.backwards or self.processes.started):
+            return self._handmade.refused(line=False) if self._handmade.backwards else self.processes.refused()
         return untrained(self._optimizers_made, self._initialized, self._evaluated, self.loaders.words)
 
     def training_begun(self, training: Any) -> None:
