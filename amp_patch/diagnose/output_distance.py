@@ -43,6 +43,8 @@ class OutputDistance:
             weighted mean of one row of logits.
         outside: the share of the targets, or without targets of `first`'s probability, for which the ratio of the
             probabilities (second over first) is not in [1 - band, 1 + band].
+        sequence: the largest deviation from 1 of the ratio for a whole sequence of targets (the targets' last
+            dimension), the product of its tokens' ratios. None without targets of two dimensions or more.
     """
 
     first: str
@@ -52,6 +54,7 @@ class OutputDistance:
     nats: float | None = None
     largest_nats: float | None = None
     outside: float | None = None
+    sequence: float | None = None
 
 
 @dataclass
@@ -81,13 +84,14 @@ class OutputComparison:
         return as_html(self._parts())
 
     def _parts(self) -> Iterator[Part]:
-        header = ("from, to", "output", "nats", "largest", f"outside 1 ± {self.band:g}")
+        header = ("from, to", "output", "nats", "largest", f"outside 1 ± {self.band:g}", "sequence - 1")
         logits = any(each.nats is not None for each in self.distances)
         rows = []
         for each in self.distances:
             figures = [_two(each.output), _two(each.nats), _two(each.largest_nats)]
             outside = "" if each.outside is None else wording.percent(each.outside)
-            rows.append((f"{each.first}, {each.second}", *figures, outside)[: len(header) if logits else 2])
+            row = f"{each.first}, {each.second}", *figures, outside, _two(each.sequence)
+            rows.append(row[: len(header) if logits else 2])
         yield Table(rows, (header if logits else header[:2],), numbers=True)
         with_modules = [each for each in self.distances if each.modules]
         names = list(dict.fromkeys(name for each in with_modules for name in each.modules))
@@ -274,8 +278,9 @@ def _distance(first: _Forward, second: _Forward, targets: Tensor | None, band: f
     return OutputDistance(first.level, second.level, output, modules, *nats)
 
 
-def _nats(first: Tensor, second: Tensor, targets: Tensor | None, band: float) -> tuple[float, float, float]:
-    """Return (`nats`, `largest_nats`, `outside`) of `OutputDistance`, from the logits at the two levels."""
+def _nats(first: Tensor, second: Tensor, targets: Tensor | None, band: float) -> tuple[float | None, ...]:
+    """Return (`nats`, `largest_nats`, `outside`, `sequence`) of `OutputDistance`, from the logits at the two levels."""
+    sequence: float | None = None
     logs = first.log_softmax(-1)
     change = second.log_softmax(-1) - logs
     weights = logs.exp()
@@ -288,14 +293,18 @@ def _nats(first: Tensor, second: Tensor, targets: Tensor | None, band: float) ->
             )
         counted = targets >= 0
         index = targets.clamp(min=0).unsqueeze(-1).to(change.device)
-        change = change.gather(-1, index)[counted]
+        change = change.gather(-1, index)
+        if targets.dim() > 1 and targets.numel():
+            of_tokens = change.squeeze(-1).where(counted.to(change.device), 0)
+            sequence = of_tokens.sum(-1).expm1().abs().max().item()
+        change = change[counted]
         weights = torch.ones_like(change)
     change = torch.where(weights > 0, change, 0)  # a class that a mask excludes: -inf minus -inf is NaN
     rows = (weights * change.abs()).sum(-1)
     if not rows.numel():
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, sequence
     beyond = (change.exp() - 1).abs() > band
-    return rows.mean().item(), rows.max().item(), (weights * beyond).sum(-1).mean().item()
+    return rows.mean().item(), rows.max().item(), (weights * beyond).sum(-1).mean().item(), sequence
 
 
 def _logits(output: Any, given: Callable[[Any], Tensor] | None) -> Tensor | None:

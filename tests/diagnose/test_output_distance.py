@@ -105,6 +105,18 @@ def test_nats_count_only_targets_that_are_not_negative():
     assert found.outside == sum(math.expm1(each) > 0.001 for each in apart) / 2
 
 
+def test_the_ratio_of_a_sequence_is_the_product_of_its_tokens_ratios():
+    first, second = by_hand()
+    targets = torch.tensor([[2, -100, 1], [-100, -100, -100]])
+    inputs = torch.stack([INPUTS, INPUTS])
+    found = amp.compare_outputs(linear(ROWS), inputs, ["O5"], targets=targets)["O0", "O5"]
+    apart = sum((second - first)[row, target].item() for row, target in ((0, 2), (2, 1)))
+    assert found.sequence == pytest.approx(abs(math.expm1(apart)), rel=1e-9) and found.sequence > 0
+    assert "sequence - 1" in str(amp.compare_outputs(linear(ROWS), inputs, ["O5"], targets=targets))
+    without = amp.compare_outputs(linear(ROWS), INPUTS, ["O5"], targets=targets[0])["O0", "O5"]
+    assert without.sequence is None and without.nats == found.nats
+
+
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
