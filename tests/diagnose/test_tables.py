@@ -104,11 +104,6 @@ def test_a_time_is_rounded_to_its_known_digits():
     ]
 
 
-def test_a_level_is_named_with_its_type():
-    assert wording.level_name("O2", "float16") == "O2 FP16" and wording.level_name("O0", None) == "O0"
-    assert wording.type_name("int8") == "int8"
-
-
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [

@@ -7,7 +7,6 @@ import re
 import sys
 from decimal import Decimal
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from python_forks import python
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_patch import multi_tensor as mt
-from amp_patch.multi_tensor import backends
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors: what came, what was wanted, and nothing written
@@ -265,12 +263,3 @@ def test_the_environment_forces_torch_and_the_import_touches_no_cuda():
 
     assert run(AMP_PATCH_BACKEND="torch").stdout.startswith("torch False ")
     assert "AMP_PATCH_BACKEND='nonsense' is none of cpp, torch" in run(AMP_PATCH_BACKEND="nonsense").stderr
-
-
-def test_why_the_extension_is_absent_is_remembered(monkeypatch):
-    monkeypatch.setitem(sys.modules, "amp_patch._C", None)
-    monkeypatch.setitem(sys.modules, "amp_patch._build", SimpleNamespace(REASON="its build failed: no compiler"))
-    assert backends._load() == (None, "amp_patch._C is absent: its build failed: no compiler")
-    monkeypatch.setitem(sys.modules, "amp_patch._build", None)
-    extension, reason = backends._load()
-    assert extension is None and reason.startswith("amp_patch._C cannot be imported: ")
