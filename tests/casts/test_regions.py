@@ -126,17 +126,6 @@ def test_cache_enabled_none_is_torch_s_around() -> None:
             assert amp.autocast("cpu", cache_enabled=None).caches is enabled
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.* is deprecated:FutureWarning")
-def test_torch_s_older_names_are_torch_s() -> None:
-    older = torch.cpu.amp.autocast(True, BF16)
-    with amp.autocast("cpu", HALF):
-        with older:
-            assert product() is BF16
-            with amp.autocast("cpu", HALF):
-                assert product() is HALF
-        assert product() is HALF
-
-
 # `torch.amp.__all__` of torch 2.13; 2.11 and older have none.
 THEIRS = ("autocast", "custom_bwd", "custom_fwd", "is_autocast_available", "GradScaler")
 
