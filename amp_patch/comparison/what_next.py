@@ -44,7 +44,7 @@ def to_be_sure(comparison: Comparison) -> str:
     names, again = ",".join(name for name in left if name != NATIVE), comparison.again
     if steps is not None and steps < FEW_STEPS:
         again = again.replace(f"--steps={steps}", f"--steps={FEW_STEPS}", 1)
-    out = f"--out={shlex.quote(f'{comparison.folder}_sure')} " if comparison.folder else ""
+    out = f"--out={shlex.quote(f'{comparison.folder}-sure')} " if comparison.folder else ""
     return f"python -m amp_patch compare --levels {names} --seeds {SEEDS} {out}{again}" if names else ""
 
 

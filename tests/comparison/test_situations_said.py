@@ -111,7 +111,7 @@ SITUATIONS = {
             seeds("O3", 99.0),
         ),
         "O4",
-        ("be sure: python -m amp_patch compare --levels O4,O5 --seeds 3 --out=out_sure --steps=20 train.py -- --lr 1",),
+        ("be sure: python -m amp_patch compare --levels O4,O5 --seeds 3 --out=out-sure --steps=20 train.py -- --lr 1",),
     ),
     "nothing to be sure of": Situation(
         lambda: quick(seeds("O5", 99.0, **SMALLER)), "O0", ("^Stay with O0: do not use O5",), ("To be sure",)
@@ -359,4 +359,4 @@ def test_a_quick_look_at_a_bf16_script_tries_the_rungs_and_keeps_its_report(tmp_
     printed, _, report = compared(tmp_path, script, "--quick", "--steps", "12")
     assert [level["level"] for level in report["levels"]] == ["O0", "O4", "O5", *SMALL]
     sure = re.search("To be sure: (.*)", printed)
-    assert sure is None or "--out=amp_compare_sure --steps=30" in sure[1]
+    assert sure is None or "--out=amp_compare-sure --steps=30" in sure[1]
