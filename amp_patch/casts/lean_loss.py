@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack
 
 from amp_patch.casts.sources import Source, goes_to_upcast, source_of
@@ -65,13 +66,14 @@ def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     return loss.reshape(call.input[:, 0].shape) if call.reduction == "none" else loss
 
 
-def type_is_chosen() -> bool:
-    """Tell whether user code has chosen the type of a loss: in a torch.autocast, and in regions without casts."""
-    if not this_thread.stack:
-        return torch._C._is_any_autocast_enabled()
+def user_has_chosen() -> bool:
+    """Tell whether user code has chosen a loss's type: by a torch.autocast, or a region that makes nothing low."""
+    if torch._C._is_any_autocast_enabled():
+        return True
+    if is_dynamo_compiling() or not this_thread.stack:
+        return False
     policy = this_thread.stack[-1].region.policy
-    is_cast = policy is not None and policy.makes_low_tensors and not this_thread.uncastable_entries
-    return not is_cast or torch._C._is_any_autocast_enabled()
+    return bool(this_thread.uncastable_entries) or policy is None or not policy.makes_low_tensors
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -206,8 +206,7 @@ def _loss(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
 
 
 def _loss_alone(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    is_chosen = not is_dynamo_compiling() and lean_loss.type_is_chosen()
-    return function(*args, **kwargs) if is_chosen else _loss(function, args, kwargs)
+    return function(*args, **kwargs) if lean_loss.user_has_chosen() else _loss(function, args, kwargs)
 
 
 def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
