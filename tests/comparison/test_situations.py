@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from compared_runs import compare, importable_fixture, logs, made_up_run, seeds  # noqa: F401
-from python_forks import python
+from compared_runs import compare, logs, made_up_run, seeds
 
 from amp_patch import amp
 from amp_patch.comparison import headline, what_next
@@ -404,78 +403,3 @@ def test_a_gate_names_levels_that_are_not_judged():
     assert answers(fp64, fp64, "report.json").as_good == ["O4"], "it does what it did, to the bit"
     worse = answers(compare(O0, seeds("O5", *SAME, **BF16)), compare(O0, stopped(20)), "report.json").worse
     assert [each.level for each in worse] == ["O5", "O5", "O5"]
-
-
-# --- whole programs ---
-
-START = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-"""
-LOADER = "loader = DataLoader(TensorDataset(torch.randn(20, 8)), batch_size=32, drop_last=True)\n"
-OURS = "from amp_patch import amp\nnet, optimizer = amp.initialize(net, optimizer, verbosity=0)\n"
-NOTHING = {
-    "no batch": (START + LOADER + "for (x,) in loader: net(x).sum().backward(); optimizer.step()", "no batch came"),
-    "no batch, with lines of ours": (
-        START + OURS + LOADER + "for (x,) in loader: net(x)",
-        "no batch came: its DataLoader has 20 samples and no batch (batch_size=32, drop_last=True)",
-    ),
-    "no backward": (START + "net(torch.randn(4, 8)).sum(); optimizer.step()", "never called backward()"),
-    "inference": ("import torch\nnet = torch.nn.Linear(8, 1)\nnet(torch.ones(1, 8))", "made no optimizer"),
-    "no step": (START + "net(torch.randn(4, 8)).sum().backward()", "never called step()"),
-}
-
-
-@pytest.mark.program
-@pytest.mark.parametrize("name", NOTHING)
-def test_a_script_that_trains_nothing_ends_with_its_own_sentence(name, tmp_path):
-    script, words = NOTHING[name]
-    (tmp_path / "train.py").write_text(script)
-    ran = python("-m", "amp_patch", "compare", "--quick", "train.py", cwd=tmp_path)
-    assert ran.returncode in (1, 2) and words in ran.stderr, ran.stdout + ran.stderr
-    assert "amp.scale_loss" not in ran.stderr and "Traceback" not in ran.stderr
-
-
-STOPS = """
-try:
-    for step in range(40):
-        x = torch.randn(32, 8)
-        outputs = net(x)
-        if step == 25 and torch.is_tensor(x) and os.environ["AMP_PATCH_OPT_LEVEL"] == "O4":
-            raise RuntimeError("expected m1 and m2 to have the same type")
-        optimizer.zero_grad()
-        (outputs - x.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-except RuntimeError as error:
-    print("ended at", step, error)
-print("saved")
-"""
-GAN = """
-from amp_patch import amp
-other = nn.Linear(8, 1)
-both = torch.optim.Adam(other.parameters(), lr=1e-2)
-for step in range(30):
-    for model, owner in ((net, optimizer), (other, both)):
-        owner.zero_grad()
-        model(torch.randn(32, 8)).square().mean().backward()
-        owner.step()
-amp.log(distance=net(torch.ones(4, 8)).mean().item())
-"""
-
-
-@pytest.mark.program
-@pytest.mark.parametrize(("script", "words"), [
-    ("import os" + START + STOPS, "do not use: made 25 of 40 steps with seed 0: ended at 25 expected m1 and m2"),
-    (START + GAN, "a sum of the losses of several optimizers"),
-])  # fmt: skip
-def test_a_script_is_judged_by_what_it_did(script, words, tmp_path):
-    (tmp_path / "train.py").write_text(script)
-    ran = python("-m", "amp_patch", "compare", "--levels", "O4", "--seeds", "1", "train.py", cwd=tmp_path)
-    assert ran.returncode == 0 and words in " ".join(ran.stdout.split()), ran.stdout + ran.stderr
-    ran = python("-m", "amp_patch", "report", "amp_compare", cwd=tmp_path)
-    assert words in " ".join(ran.stdout.split()), "the record keeps what the log showed"

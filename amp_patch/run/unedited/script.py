@@ -90,8 +90,7 @@ class UneditedScript(observers.Observer):
         has_begun: whether a training has begun, the script's own or one of this object.
         native: the handler of the script's own autocasts and GradScalers.
         notes: a sentence for each decision that was taken for the script; also printed to stderr.
-        processes: the counter of the processes that the script starts.
-        loaders: the detection of loaders without a batch.
+        processes, loaders: the counter of the processes that it starts, the detection of loaders without a batch.
 
     Raises:
         ValueError: the level is invalid.
@@ -109,7 +108,7 @@ class UneditedScript(observers.Observer):
         self._scalers = ScalerStates(self._policy, self._trained_optimizers)
         self.backwards = 0
         self._left_alone = False  # whether the script calls `initialize` itself
-        self._initializing = False
+        self._initializing = self._evaluated = False  # evaluated: a module was called without gradients
         self._optimizers_made: list[weakref.ref[Any]] = []  # in order
         self._initialized: list[_Initialized] = []
         self._groups_version = 0  # incremented by each new optimizer, param group and `initialize`
@@ -121,7 +120,6 @@ class UneditedScript(observers.Observer):
         self._owners_version = -1  # the `_groups_version` of `_owners`
         self._thread = threading.local()
         self._handmade = HandmadeSteps()
-        self._evaluated = False  # whether a module was called without gradients
         self._reached_low = False  # whether a backward has reached low-precision weights that no optimizer holds
         self.processes = Processes()
         self.loaders = EmptyLoaders()
@@ -268,9 +266,8 @@ class UneditedScript(observers.Observer):
         if self._left_alone or not torch.is_grad_enabled():
             self._evaluated = True
             return
-        if self._checked.get(module) == self._groups_version:
-            return
-        if torch._C._get_tracing_state() is not None or torch._C._current_graph_task_id() != -1:
+        seen = self._checked.get(module) == self._groups_version
+        if seen or torch._C._get_tracing_state() is not None or torch._C._current_graph_task_id() != -1:
             return
         self._checked[module] = self._groups_version
         model = _inside(module)
