@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import pickle
 
 import pytest
 import torch
@@ -220,23 +219,6 @@ def test_weights_loaded_into_the_model_alone_reach_the_masters():
     optimizer.backward(loss_of(model))
     optimizer.step()
     assert model[0].weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def test_attributes_that_scripts_read_equal_the_inner_optimizer_s():
-    model = layer(torch.float16)
-    inner = sgd(model)
-    optimizer = FP16_Optimizer(inner, verbose=False)
-    assert optimizer.optimizer is inner and optimizer.param_groups is inner.param_groups
-    assert optimizer.state is inner.state
-    optimizer.param_groups[0]["lr"] = 0.5
-    assert optimizer.all_fp16_params == [model[0].weight]
-    assert optimizer.all_fp32_from_fp16_params == [inner.param_groups[0]["params"][0]]
-    assert optimizer.all_fp32_from_fp32_params == [model[1].weight]
-    assert optimizer.fp16_groups == [[model[0].weight]] and optimizer.fp32_from_fp32_groups == [[model[1].weight]]
-    with pytest.raises(RuntimeError, match="save its state_dict"):
-        pickle.dumps(optimizer)
-    with pytest.raises(TypeError, match=r"group 0 has a parameter of torch\.float64"):
-        FP16_Optimizer(sgd(nn.Linear(1, 1).double()))
 
 
 def test_state_from_before_wrapping_moves_to_the_masters():

@@ -23,6 +23,7 @@ from casting import (
     o1,
 )
 from conftest import original
+from torch import Tensor, nn
 
 from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
@@ -159,3 +160,17 @@ def test_torch_jit_forgets_a_wrapper_that_is_gone() -> None:
     del wrapper
     gc.collect()
     assert len(table) == known
+
+
+@needs_install
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_torch_jit_script_compiles_through_the_wrappers() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(dim=-1))
+    x = torch.randn(2, 4)
+    expected = module(x)
+    torch.testing.assert_close(torch.jit.script(module)(x), expected, rtol=0, atol=0)
+    assert torch.jit.script(_exponential)(x).dtype is FULL
+
+
+def _exponential(x: Tensor) -> Tensor:
+    return torch.exp(x) + F.softmax(x, dim=-1)

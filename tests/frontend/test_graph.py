@@ -119,13 +119,6 @@ def test_accumulation_takes_a_call_in_micro_batches(form):
     assert same(weights(model), weights(other))
 
 
-def test_a_batch_that_does_not_split_is_refused():
-    model = convnet()
-    graph = Step(model, SGD(model.parameters()), steps=3)
-    with pytest.raises(ValueError, match=r"shape \[8, 1, 8, 8\] does not split into 3 micro-batches"):
-        graph(*images(0))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_an_optimizer_it_infers(device):
     model = convnet(device=device).eval()
