@@ -1,9 +1,10 @@
 // One chunk of one parameter whose states are codes (codes.h): the work of each thread of a CUDA block. As in
 // step_chunk.h, nothing here calls CUDA.
 //
-// A thread has V elements of a block of kBlock elements, so the kBlock / V threads beside each other have the whole
-// block. They find the block's largest magnitude with most(own, kBlock / V), which returns the largest `own` of these
-// threads to each of them. `most` waits for all threads of the CUDA block, so each of them must call it equally often.
+// A thread has P packs of V elements of a block of kBlock elements, so the kBlock / (P * V) threads beside each other
+// have the whole block: a warp, if P is 2 and V is 4. They find the block's largest magnitude with
+// most(own, kBlock / (P * V)), which returns the largest `own` of these threads to each of them. `most` waits for all
+// threads of the warp, and for more than 32 for all of the CUDA block, so each of them must call it equally often.
 #pragma once
 
 #include "codes.h"
@@ -51,7 +52,7 @@ C10_HOST_DEVICE inline Pack<float, V> read_state(const CodedBlocks& row, int s, 
   const Pack<uint8_t, V> codes = *code_pack<V>(row, s, at);
   const bool is_signed = row.dtype[kState + s] == c10::ScalarType::Char;
   const float scale = *global(row.scales[s] + at * V / kBlock);
-  const float unit = over(scale, is_signed ? kTop<true> : kTop<false>);
+  const float unit = times(scale, is_signed ? 1 / kTop<true> : 1 / kTop<false>);  // powers of two: as a division
   Pack<float, V> values;
   AMP_PATCH_UNROLL
   for (int v = 0; v < V; ++v) {
@@ -72,57 +73,86 @@ C10_HOST_DEVICE inline Pack<uint8_t, V> codes_of(const Pack<float, V>& values, f
   return codes;
 }
 
-// Writes pack `at` of state s, as codes or FP32. If `live` is false, the thread has no elements, and `values` are 0.
-template <int V, class Most>
+// Writes P packs of state s from pack `at` on, as codes or FP32. If `live` is false, the thread has no elements, and
+// `values` are 0.
+template <int V, int P, class Most>
 C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t at, bool live,
-                                        const Pack<float, V>& values, const Most& most) {
+                                        const Pack<float, V> (&values)[P], const Most& most) {
   if (row.scales[s] == nullptr) {
-    if (live) write_pack(row, kState + s, at, values);
+    AMP_PATCH_UNROLL
+    for (int p = 0; p < P; ++p) {
+      if (live) write_pack(row, kState + s, at + p, values[p]);
+    }
     return;
   }
   uint32_t own = 0;
   AMP_PATCH_UNROLL
-  for (int v = 0; v < V; ++v) {
-    const uint32_t magnitude = bits_of(values.element[v]) & 0x7FFFFFFFu;
-    own = own < magnitude ? magnitude : own;
+  for (int p = 0; p < P; ++p) {
+    AMP_PATCH_UNROLL
+    for (int v = 0; v < V; ++v) {
+      const uint32_t magnitude = bits_of(values[p].element[v]) & 0x7FFFFFFFu;
+      own = own < magnitude ? magnitude : own;
+    }
   }
-  const uint32_t largest = most(own, static_cast<int>(kBlock / V));
+  const uint32_t largest = most(own, static_cast<int>(kBlock / (P * V)));
   if (!live) return;
   const bool is_signed = row.dtype[kState + s] == c10::ScalarType::Char;
   const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);
-  *code_pack<V>(row, s, at) = is_signed ? codes_of<true>(values, scale) : codes_of<false>(values, scale);
+  AMP_PATCH_UNROLL
+  for (int p = 0; p < P; ++p) {
+    *code_pack<V>(row, s, at + p) = is_signed ? codes_of<true>(values[p], scale) : codes_of<false>(values[p], scale);
+  }
   if (at * V % kBlock == 0) *global(row.scales[s] + at * V / kBlock) = scale;  // by the block's first thread
 }
 
-// The work of a thread: run<V>(row, at, live, most) does pack `at` if `live` is true, and else only calls `most`. This
-// is an optimizer's step; EncodeWork and DecodeWork convert FP32 values, which are at kGrad, to codes and back.
+// The work of a thread: run<V, P>(row, at, live, most) does P packs from pack `at` on if `live` is true, and else only
+// calls `most`. This is an optimizer's step; EncodeWork and DecodeWork convert FP32 values, which are at kGrad, to codes
+// and back. All packs are read before the first is stepped, so that more bytes are in flight.
 template <class F>
 struct CodedStepWork : StepWork<F, true> {
-  template <int V, class Most>
+  template <int V, int P, class Most>
   C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most& most) const {
-    Pack<float, V> states[F::kStates] = {};
+    Pack<float, V> states[P][F::kStates] = {};
     if (live) {
-      const Bits<float, V> grads = read_bits<V>(row, kGrad, at);
+      Bits<float, V> grads[P];
+      MasterBits<V> masters[P];
       AMP_PATCH_UNROLL
-      for (int s = 0; s < F::kStates; ++s) states[s] = read_state<V>(row, s, at);
-      this->step_pack(row, at, grads, read_masters<V>(row, at), states);
+      for (int p = 0; p < P; ++p) {
+        grads[p] = read_bits<V>(row, kGrad, at + p);
+        masters[p] = read_masters<V>(row, at + p);
+        AMP_PATCH_UNROLL
+        for (int s = 0; s < F::kStates; ++s) states[p][s] = read_state<V>(row, s, at + p);
+      }
+      AMP_PATCH_UNROLL
+      for (int p = 0; p < P; ++p) this->step_pack(row, at + p, grads[p], masters[p], states[p]);
     }
     AMP_PATCH_UNROLL
-    for (int s = 0; s < F::kStates; ++s) write_state(row, s, at, live, states[s], most);
+    for (int s = 0; s < F::kStates; ++s) {
+      Pack<float, V> values[P];
+      AMP_PATCH_UNROLL
+      for (int p = 0; p < P; ++p) values[p] = states[p][s];
+      write_state(row, s, at, live, values, most);
+    }
   }
 };
 struct EncodeWork {
-  template <int V, class Most>
+  template <int V, int P, class Most>
   C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most& most) const {
-    Pack<float, V> values{};
-    if (live) values = read_bits<V>(row, kGrad, at).template as<float>();
+    Pack<float, V> values[P] = {};
+    AMP_PATCH_UNROLL
+    for (int p = 0; p < P; ++p) {
+      if (live) values[p] = read_bits<V>(row, kGrad, at + p).template as<float>();
+    }
     write_state(row, 0, at, live, values, most);
   }
 };
 struct DecodeWork {
-  template <int V, class Most>
+  template <int V, int P, class Most>
   C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most&) const {
-    if (live) write_pack(row, kGrad, at, read_state<V>(row, 0, at));
+    AMP_PATCH_UNROLL
+    for (int p = 0; p < P; ++p) {
+      if (live) write_pack(row, kGrad, at + p, read_state<V>(row, 0, at + p));
+    }
   }
 };
 
@@ -137,13 +167,13 @@ C10_HOST_DEVICE inline void run_coded_chunk(const Work& work, const CodedBlocks&
   int done = 0;
   if (row.width == 4) {  // whole blocks of codes; the elements of the last block are done one by one
     done = length / static_cast<int>(kBlock) * static_cast<int>(kBlock);
-    for (int from = 0; from < done; from += 4 * kThreads) {
-      const int own = from + 4 * thread;
-      work.template run<4>(row, (begin + own) / 4, own < done, most);
+    for (int from = 0; from < done; from += 8 * kThreads) {
+      const int own = from + 8 * thread;
+      work.template run<4, 2>(row, (begin + own) / 4, own < done, most);
     }
   }
   for (int from = done; from < length; from += kThreads) {
-    work.template run<1>(row, begin + from + thread, from + thread < length, most);
+    work.template run<1, 1>(row, begin + from + thread, from + thread < length, most);
   }
 }
 

@@ -122,13 +122,13 @@ C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint
   const int within = static_cast<int>(element % kDrawn);
   uint32_t words[4];
   random_words(seed, row.draw, static_cast<uint64_t>(element / kDrawn), words);
+  const uint32_t first = words[0], second = words[1], third = words[2], fourth = words[3];
   Pack<uint16_t, V> bits;
   AMP_PATCH_UNROLL
   for (int v = 0; v < V; ++v) {
-    uint32_t word = words[0];  // a run-time index would put the words into memory
-    AMP_PATCH_UNROLL
-    for (int w = 1; w < 4; ++w) word = (within + v) / 2 == w ? words[w] : word;
-    bits.element[v] = static_cast<uint16_t>(word >> 16 * ((within + v) % 2));
+    const int place = (within + v) / 2;  // chosen by values: a run-time index would put the words into local memory
+    const uint32_t even = (place & 2) != 0 ? third : first, odd = (place & 2) != 0 ? fourth : second;
+    bits.element[v] = static_cast<uint16_t>(((place & 1) != 0 ? odd : even) >> 16 * ((within + v) % 2));
   }
   return bits;
 }

@@ -36,20 +36,32 @@ __device__ void load_numbers(Work& work, const Rule& rule, const UnscaleRule& un
   }
 }
 
-// Returns the largest `own` of the `group` threads beside each other that this thread belongs to. `group` is a power of
-// two. All threads of the block must call it.
+// Returns the largest `own` of the 32 threads of a warp. All of them must call it.
+__device__ inline uint32_t largest_of_warp(uint32_t own) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xFFFFFFFFu, own);
+#else
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, own, lanes);
+    own = own < other ? other : own;
+  }
+  return own;
+#endif
+}
+
+// Returns the largest `own` of the `group` threads beside each other that this thread belongs to. `group` is 32 or a
+// multiple that divides kThreads. All threads of the block must call it.
 struct LargestOfGroup {
   __device__ uint32_t operator()(uint32_t own, int group) const {
-    __shared__ uint32_t values[kThreads];
-    const int thread = static_cast<int>(threadIdx.x), within = thread % group;
+    uint32_t largest = largest_of_warp(own);
+    if (group == 32) return largest;
+    __shared__ uint32_t of_warps[kThreads / 32];
+    const int warp = static_cast<int>(threadIdx.x) / 32, warps = group / 32, first = warp / warps * warps;
     __syncthreads();  // Without this, a slower thread would read the new values as results of the call before
-    values[thread] = own;
-    for (int half = group / 2; half > 0; half /= 2) {
-      __syncthreads();
-      if (within < half && values[thread] < values[thread + half]) values[thread] = values[thread + half];
-    }
+    if (threadIdx.x % 32 == 0) of_warps[warp] = largest;
     __syncthreads();
-    return values[thread - within];
+    for (int w = 0; w < warps; ++w) largest = largest < of_warps[first + w] ? of_warps[first + w] : largest;
+    return largest;
   }
 };
 

@@ -16,6 +16,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __syncthreads() host::wait_for_the_block()
+#define __shfl_xor_sync(mask, own, other) host::of_lane(own, other)
 #define CUDART_VERSION 13000
 #define C10_CUDA_CHECK(call) TORCH_CHECK((call) == cudaSuccess)
 #define C10_CUDA_KERNEL_LAUNCH_CHECK() host::check_launch()
@@ -66,6 +67,17 @@ int running;
 const std::function<void()>* body;
 
 void wait_for_the_block() { swapcontext(&contexts[running], &scheduler); }
+
+// The block waits, not only the warp: all of its threads come here equally often.
+uint32_t of_lane(uint32_t own, int other) {
+  static uint32_t values[kMostThreads];
+  values[running] = own;
+  wait_for_the_block();
+  const uint32_t found = values[running ^ other];
+  wait_for_the_block();
+  return found;
+}
+
 void run_thread() {
   (*body)();
   done[running] = true;
