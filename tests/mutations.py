@@ -134,12 +134,6 @@ MUTATIONS = (
         ("test_lean_loss.py",),
     ),
     Mutation(
-        "upcast logits: what user code has written is no upcast",
-        "base._version != note.versions[1]",
-        "False",
-        ("test_sources.py",),
-    ),
-    Mutation(
         "upcast logits: a hook of the FP32 tensor gets its gradient",
         "hooked = any(_is_hooked(wide()) for wide in wides)",
         "hooked = False",
