@@ -16,12 +16,11 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack
 
-from amp_patch.casts.sources import Source, goes_to_upcast, source_of
+from amp_patch.casts.sources import SMALLEST, Source, goes_to_upcast, source_of
 from amp_patch.casts.state import is_plain_eager
 from amp_patch.casts.thread_state import this_thread
 from amp_patch.policy import LOW_PRECISION
 
-SMALLEST = 2**22  # elements; for smaller logits the blocks take up to 1.6 times as long as copies, which a cache holds
 BLOCK = 2**18  # elements of a block, for each thread of a CPU
 _IGNORED = -100
 _nll_loss: Any = torch.ops.aten.nll_loss_nd

@@ -73,19 +73,17 @@ class KeptResult(Tensor):
         if first is None or exact is None:
             return function(*args, **kwargs)
         shared, rest = first.shared, args[1:]
-        # Torch passes what is at the function's name now (casts/sources.py replaces casts).
-        known = function if is_dynamo_compiling() else getattr(function, "__wrapped__", function)
-        if known in _OF_VIEWS:
+        if function in _OF_VIEWS:
             wide, low = function(exact, *rest, **kwargs), function(*args, **kwargs)
             if isinstance(wide, Tensor):
                 return _join(wide, low, shared)
             return tuple([_join(*pair, shared) for pair in zip(wide, low, strict=True)])
-        if known in _CASTS and any(_is_wide(value) for value in (_CASTS[known], *rest, *kwargs.values())):
+        if function in _CASTS and any(_is_wide(value) for value in (_CASTS[function], *rest, *kwargs.values())):
             copied, shared.given = shared.given, True
             return function(exact.clone() if copied else exact, *rest, **kwargs)
-        if known in _OF_GRADIENTS:
+        if function in _OF_GRADIENTS:
             return function(exact, *rest, **kwargs)
-        shared.ended = shared.ended or known in _WRITES
+        shared.ended = shared.ended or function in _WRITES
         return function(*args, **kwargs)
 
     def unrounded(self) -> Tensor | None:
