@@ -1,7 +1,6 @@
 """The code broken in one place at a time, and whether the tests that should see it do.
 
-    make mutations                    # all of them: some minutes
-    make mutations ONLY="clip DDP"    # those whose words have one of these in them
+    make mutations ONLY="clip DDP"    # those whose words have one of these in them; without ONLY all: some minutes
 
 Each mutation is made in a copy of the tree, by its text, which must be there once. The named tests run until the first
 one fails, which must pass again without the mutation. Exits non-zero if none failed, or if the text was not found.

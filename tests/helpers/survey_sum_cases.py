@@ -293,4 +293,24 @@ SUM_CASES = (
     *(predictions_far_from_0, likelihoods_far_from_0, hyperbolic_distance),
     *(kernel_of_distances, kernel_of_small_distances, decay_by_hand, norm_by_hand),
 )
-SUM_CLEAN = (average_that_is_assigned_in_fp32, focal_loss)
+
+
+def norm_of_two_samples():
+    """As EfficientNet with a batch of two: in a few channels the samples are alike."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 16), nn.BatchNorm1d(16)
+
+        def forward(self, x):
+            return self.norm(self.layer(x))
+
+    model, x = Net(), torch.randn(2, 4)
+    with torch.no_grad():
+        model.layer.bias[:3] = 4.0
+        model.layer.weight[:3] = 1e-3
+    return model, F.mse_loss, (x, torch.randn(2, 16))
+
+
+SUM_CLEAN = (average_that_is_assigned_in_fp32, focal_loss, norm_of_two_samples)

@@ -237,24 +237,6 @@ def solver():
     return Net(), F.mse_loss, (torch.randn(6, 8), torch.randn(6, 8))
 
 
-def norm_of_two_samples():
-    """As EfficientNet with a batch of two: in a few channels the samples are alike."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.norm = nn.Linear(4, 16), nn.BatchNorm1d(16)
-
-        def forward(self, x):
-            return self.norm(self.layer(x))
-
-    model, x = Net(), torch.randn(2, 4)
-    with torch.no_grad():
-        model.layer.bias[:3] = 4.0
-        model.layer.weight[:3] = 1e-3
-    return model, F.mse_loss, (x, torch.randn(2, 16))
-
-
 def one_action():
     """As the actor of SAC in one environment: a model whose output, no loss, has one element."""
     return nn.Linear(3, 1), F.mse_loss, (torch.randn(1, 3), torch.randn(1, 1))
@@ -269,7 +251,6 @@ def rules_alone(monkeypatch):
 CLEAN = (
     *(mlp, cnn, transformer, lstm, digits, layer_scale, small_branch),
     *(dropped_paths, mask_of_ones, batch_object, ratio_of_probabilities, sorted_distances, solver, one_action),
-    norm_of_two_samples,
     *(survey_function_cases.fp32_that_is_converted_back, *survey_sum_cases.SUM_CLEAN),
 )
 CASES = (*survey_cases.CASES, *survey_function_cases.FUNCTION_CASES, *survey_sum_cases.SUM_CASES)
