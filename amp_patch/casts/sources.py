@@ -1,11 +1,8 @@
-"""Upcasts of large low-precision tensors: a loss of the FP32 copy may save, and differentiate, what it was made of."""
+"""Outputs of models that their exit casts to FP32: a loss of such a copy differentiates what it was made of."""
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts.state import is_plain_eager
-from amp_patch.casts.thread_state import this_thread
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support.patches import Patches
 
 SMALLEST = 2**22  # elements; for smaller logits the blocks take up to 1.6 times as long as copies, which a cache holds
 
@@ -41,7 +36,7 @@ class _Note(NamedTuple):
     wide: weakref.ref[Tensor]
     low: weakref.ref[Tensor]
     versions: tuple[int, int]
-    place: Tensor | None
+    place: Tensor
 
 
 _notes: dict[int, _Note] = {}  # id of an FP32 tensor -> its note, as long as the tensor lives
@@ -59,55 +54,12 @@ class _Place(torch.autograd.Function):
         return grad
 
 
-def install(patches: Patches) -> None:
-    """Note upcasts by `Tensor.float` and `Tensor.to`, until `patches` are removed. Compiled code does not see it."""
-    patches.on_remove(partial(_stopped.discard, True))
-    for name in () if _stopped else NOTING:
-        patches.apply(partial(_replace, name), partial(_restore, name))
-
-
-def stop() -> None:
-    """Note no upcasts until the installation is removed.
-
-    For trainings with modules that stay FP32: Dynamo traces no cast of a `KeptResult` if another function has replaced
-    `Tensor.to`.
-    """
-    _stopped.add(True)
-    for name in NOTING:
-        _restore(name)
-
-
-def _replace(name: str) -> None:
-    _originals[name] = getattr(Tensor, name)
-    setattr(Tensor, name, NOTING[name])
-
-
-def _restore(name: str) -> None:
-    if vars(Tensor).get(name) is NOTING[name]:
-        delattr(Tensor, name)
-        if getattr(Tensor, name) is not _originals[name]:  # Tensor inherits its own ones
-            setattr(Tensor, name, _originals[name])
-
-
-def _noting(name: str) -> Callable[..., Any]:
-    @functools.wraps(getattr(Tensor, name))
-    def cast(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        wide = _originals[name](self, *args, **kwargs)
-        is_low = type(self) is Tensor and self.dtype in LOW_PRECISION and self.requires_grad
-        if is_low and self.numel() >= SMALLEST and _is_upcast(wide):
-            _note(self, wide)
-        return wide
-
-    return cast
-
-
-_stopped: set[bool] = set()  # not empty after `stop`
-_originals: dict[str, Callable[..., Any]] = {}
-NOTING = {name: _noting(name) for name in ("float", "to")}
-
-
-def _is_upcast(wide: Tensor) -> bool:
-    return wide.dtype is torch.float32 and wide.requires_grad and not is_dynamo_compiling() and is_plain_eager()
+def note(low: Tensor, wide: Tensor) -> None:
+    """Note that a model's exit has cast `low` to `wide`, if a loss of `wide` can go by it."""
+    if is_dynamo_compiling() or low.dtype not in LOW_PRECISION or low.numel() < SMALLEST or type(low) is not Tensor:
+        return
+    if wide.dtype is torch.float32 and wide.requires_grad and is_plain_eager():
+        _note(low, wide)
 
 
 def _note(low: Tensor, wide: Tensor) -> None:
@@ -117,9 +69,7 @@ def _note(low: Tensor, wide: Tensor) -> None:
         if (found := _notes.get(key)) is not None and found.wide is gone:
             del _notes[key]
 
-    # Inside of a model `low` lives at least as long as the call of a loss there. The output of a model may be freed.
-    place = None if this_thread.stack else _Place.apply(low)
-    _notes[key] = _Note(weakref.ref(wide, forget), weakref.ref(low), (low._version, wide._version), place)
+    _notes[key] = _Note(weakref.ref(wide, forget), weakref.ref(low), (low._version, wide._version), _Place.apply(low))
 
 
 def source_of(wide: Tensor) -> Source | None:
@@ -138,7 +88,7 @@ def source_of(wide: Tensor) -> Source | None:
         return None
     low = note.low()
     graph = note.place if low is None else low
-    if graph is None or (low is not None and low._version != note.versions[0]):
+    if low is not None and low._version != note.versions[0]:
         return None
     if wide is not base:
         node = wide.grad_fn

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import regions, sources
+from amp_patch.casts import regions
 from amp_patch.model.joints import Call, Entry, FirstCalls
 from amp_patch.model.keep_fp32 import forbid_fast_path, is_batch_norm
 from amp_patch.model.kept_result import round_result
@@ -208,8 +208,6 @@ def choose(model: nn.Module, entry: Entry) -> KeptInputs | None:
     layers = (module for module in inside if isinstance(module, nn.TransformerEncoderLayer))
     fused = any(module in stay for layer in layers for module in layer.modules())
     keeps = any(isinstance(module, KeptModule) for module in entry.kept)
-    if keeps:
-        sources.stop()
     return KeptInputs(keeps, fused) if keeps or fused or any(map(is_batch_norm, inside)) else None
 
 

@@ -40,18 +40,13 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Any:
         logits = self.head(x)
-        return logits if self.inside is None else (self.inside(logits, target), logits)
+        return logits if self.inside is None else self.inside(logits, target)
 
 
-def model_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.float().view(-1, CLASSES), target)
-
-
-WAYS = {  # (loss inside of the model, loss of what the model returns)
-    "returned": (None, lambda y, t: functional.cross_entropy(y.float(), t)),
-    "upcast by to": (None, lambda y, t: functional.cross_entropy(y.to(torch.float32), t)),
+WAYS = {  # (what the model returns, the loss of it)
+    "a tensor": (None, lambda y, t: functional.cross_entropy(y, t)),
     "flattened": (None, lambda y, t: functional.cross_entropy(y.float().view(-1, CLASSES), t)),
-    "inside": (model_loss, lambda y, t: y[0]),
+    "a dict": (lambda y, t: {"logits": y}, lambda y, t: functional.cross_entropy(y["logits"], t)),
 }
 
 
@@ -79,16 +74,15 @@ def large_types(loss: Callable[[], Tensor]) -> tuple[Tensor, set[torch.dtype]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_loss_and_the_gradient_are_torch_s_to_the_bit(level, way, device):
     inside, outside = WAYS[way]
     x, target = batch(device)
     model = Model(inside).to(device)
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, loss_scale=1.0)
     loss, saved = large_types(lambda: outside(model(x, target), target))
-    low = torch.float16 if level in ("O1", "O2") else torch.bfloat16
-    if level in ("O2", "O5"):  # where the low-precision logits are freed, their FP32 copy is saved
-        assert saved == {low if way == "inside" else torch.float32}
+    low = torch.float16 if level == "O2" else torch.bfloat16
+    assert saved == {torch.float32}, "the low-precision logits are freed, so that their FP32 copy is saved"
     weight, bias = (p.detach().to(low).requires_grad_() for p in (model.head.weight, model.head.bias))
     expected = torchs(functional.linear(x.to(low), weight, bias).float(), target)
     expected.backward()
@@ -163,22 +157,6 @@ def test_logits_that_were_changed_are_no_upcasts_any_more(edit):
     assert torch.equal(found, gradient_of(logits, target))
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_a_write_into_the_low_precision_logits_does_not_change_the_loss(write):
-    x, target = batch("cpu")
-    model = amp.initialize(Model(), opt_level="O4")
-    low = model(x, target)
-    logits = low.float()
-    if write:
-        with torch.no_grad():
-            low.zero_()
-    loss = functional.cross_entropy(logits, target)
-    assert torch.equal(loss, torchs(logits, target))
-    loss.backward()
-    with amp.disable_casts():
-        assert torch.equal(model.head.bias.grad, gradient_of(logits, target).bfloat16().sum(0).float())
-
-
 def test_views_in_another_order_are_not_taken_for_the_logits():
     x, _ = batch("cpu")
     model = amp.initialize(Model(), opt_level="O5")
@@ -202,18 +180,10 @@ def test_returned_logits_can_be_saved_and_hold_no_low_precision_tensor():
 
 def test_outputs_in_containers_are_freed_without_a_garbage_collection():
     x, target = batch("cpu")
-    model = amp.initialize(Model(lambda logits, _: logits.sum()), opt_level="O5")
+    model = amp.initialize(Model(lambda logits, _: (logits.sum(), logits)), opt_level="O5")
     gc.disable()
     try:
         model(x, target)
         assert not sources._notes
     finally:
         gc.enable()
-
-
-def test_restore_gives_the_methods_of_tensors_back():
-    before = torch.Tensor.float, torch.Tensor.to
-    amp.initialize(Model(), opt_level="O5")
-    assert torch.Tensor.float is not before[0]
-    amp.restore()
-    assert (torch.Tensor.float, torch.Tensor.to) == before and "float" not in vars(torch.Tensor)

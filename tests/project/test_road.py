@@ -14,13 +14,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (178, 23),
-    "O2": (197, 24),
-    "O4": (152, 22),
-    "O5": (159, 23),
-    "O5, split": (170, 24),
-    "GAN, O1": (741, 26),
-    "GAN, O2": (717, 30),
+    "O1": (173, 22),
+    "O2": (191, 24),
+    "O4": (151, 21),
+    "O5": (157, 23),
+    "O5, split": (168, 24),
+    "GAN, O1": (722, 25),
+    "GAN, O2": (696, 30),
 }
 
 
