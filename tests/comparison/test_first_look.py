@@ -100,7 +100,7 @@ def test_a_quick_comparison_trains_one_seed_and_prints_the_next_command(dtype, l
     printed = " ".join(capsys.readouterr().out.split())
     script = [str(tmp_path / "train.py"), "--", "--lr", "0.1"]
     again = shlex.join([*(["--dtype=" + dtype] if dtype is not None else []), *script])
-    said = f"python -m amp_patch compare --levels O4 --seeds 3 --out={tmp_path}_sure {again}"
+    said = f"python -m amp_patch compare --levels O4 --seeds 3 --out={tmp_path}-sure {again}"
     assert f"To be sure: {said} " in printed and f"<pre>{said}</pre>" in (tmp_path / "report.html").read_text()
     assert printed.startswith(f"starting O0, {', '.join(levels)} "), "before the runs"
 
@@ -129,7 +129,7 @@ def off(percent: float, **fields) -> list[Run]:
             (BASE[:1], off(0.02)[:1]),
             {},
             "be sure",
-            "python -m amp_patch compare --levels O5 --seeds 3 --out=o_sure --steps=40",
+            "python -m amp_patch compare --levels O5 --seeds 3 --out=o-sure --steps=40",
         ),
         ((BASE, off(0.02)[:1]), {"asked_runs": 6}, "make the runs that are missing", RESUME),
         ((BASE, seeds("O5", 2.002, 2.0242, 1.982, **IN_BF16, ms=5)), {}, "be sure of the loss", f"{RESUME} --seeds "),

@@ -181,7 +181,8 @@ TOKENS = torch.tensor([[1, 2, 3]])
 
 
 @pytest.mark.parametrize(
-    ("way", "level"), [(way, level) for way in SURVIVED for level in LEVELS if (way, level) != ("assign", "O7")]
+    ("way", "level"),  # weights with masters are neither assigned nor swapped
+    [(way, level) for way in SURVIVED for level in LEVELS if level != "O7" or way not in ("assign", "swap")],
 )
 @pytest.mark.parametrize("how", ["linear", "matmul"])
 def test_a_tied_head_stays_high_when_its_weight_becomes_another_tensor(how, way, level):

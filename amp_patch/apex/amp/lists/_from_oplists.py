@@ -9,7 +9,7 @@ from amp_patch.casts.rules import INSTEAD_OF_BANNED
 KINDS: dict[str, tuple[str, ...]] = {
     "FP16_FUNCS": ("lower", "product", "einsum", "fused", "rnn"),
     "BFLOAT16_FUNCS": ("lower", "product", "einsum", "fused", "rnn"),
-    "FP32_FUNCS": ("fp32", "norm", "direction", "inexact"),
+    "FP32_FUNCS": ("fp32", "loss", "norm", "direction", "inexact"),
     "CASTS": ("widest", "einsum_widest", "mixed_fp32"),
     "BANNED_FUNCS": ("banned",),
 }
