@@ -136,13 +136,13 @@ MUTATIONS = (
         "upcast logits: a hook of the FP32 tensor gets its gradient",
         "hooked = any(_is_hooked(wide()) for wide in wides)",
         "hooked = False",
-        ("test_sources.py",),
+        ("test_noted_logits.py",),
     ),
     Mutation(
         "upcast logits: the gradient of the FP32 tensor can be asked for",
         "return hooked or not torch._C._will_engine_execute_node(probe)",
         "return hooked",
-        ("test_sources.py",),
+        ("test_noted_logits.py",),
     ),
     Mutation(
         "compare_outputs: the ratio of a sequence is the product of its tokens'",
