@@ -315,13 +315,18 @@ class CastByHand:
         given = x
         if level.casts_model and x.is_floating_point():
             x = x.to(level.low)
+        exact = None  # x before the rounding, if a module in FP32 has made it
         for index in range(len(self.kinds)):
             if level.casts_model and index == 0 and self._type_of(0) is torch.float32:
-                x = self._kept(0, given)  # a module in FP32 gets the model's input unrounded
+                exact = self._kept(0, given)  # a module in FP32 gets the model's input unrounded
+            elif self.places[index] in self.kept:
+                exact = self._kept(index, x if exact is None else exact)
             else:
-                x = self._kept(index, x) if self.places[index] in self.kept else self._layer(index, x, casts)
-            sow(plant, index, x)
-        return x.float() if level.casts_model else x
+                x, exact = self._layer(index, x, casts), None
+            sow(plant, index, x if exact is None else exact)
+            if exact is not None:
+                x = exact.to(level.low) if level.casts_model else exact
+        return x if not level.casts_model else x.float() if exact is None else exact
 
     def first_weight_of(self, index: int) -> Tensor | None:
         if self.kinds[index] in PLAIN:
@@ -338,8 +343,7 @@ class CastByHand:
     def _kept(self, index: int, x: Tensor) -> Tensor:
         if x.is_floating_point() and (self.level.casts_model or self.level.patches):
             x = x.float()
-        y = self._plain(index, x)
-        return y.to(self.level.low) if self.level.casts_model else y
+        return self._plain(index, x)
 
     def _weight(self, index: int, name: str = "weight") -> Tensor:
         return self.weights[self._name(index, name)].value
