@@ -208,6 +208,7 @@ def _carry_stash(patches: Patches) -> None:
         stash = stash_of(self)
         if stash is not None and stash.enabled and not stash.neighbours.undo and not isinstance(self, Generated):
             enter_step(self, stash)
+            stash.neighbours.siblings.enter(self)
 
     patches.set(cls, "__getstate__", with_stash)
     patches.set(cls, "__setstate__", with_hooks)

@@ -11,10 +11,11 @@ import pytest
 import three_ways
 import torch
 from torch import nn
-from training import backward, masters_of, through_pickle
+from training import backward, masters_of, skipped, through_pickle
 
 from amp_patch import amp
 from amp_patch.multi_tensor import backend
+from amp_patch.training import observers
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle}
 both_ways = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
@@ -54,6 +55,17 @@ def test_copies_of_a_copy_have_the_level_s_types_where_the_optimizer_has_no_cast
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The other optimizers of the training
+
+
+@both_ways
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+def test_a_copy_is_in_the_training_before_its_first_backward(copied: Any, level: str) -> None:
+    model = ones(nn.Linear(2, 2))
+    pair = start_all(model, sgd(model.parameters()), opt_level=level)
+    _, optimizer = copied(pair)
+    assert observers.policy_of(optimizer).opt_level == level
+    optimizer.step()
+    assert not skipped(optimizer)
 
 
 @both_ways
