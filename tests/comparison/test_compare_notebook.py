@@ -87,7 +87,7 @@ def failed_with(error: BaseException | None, steps: int = 0) -> Failure | None:
 
 def test_the_failure_of_a_run_is_one_line():
     assert failed_with(None, 3) is failed_with(Enough(), 3) is failed_with(SystemExit(), 3) is None
-    assert failed_with(SystemExit(0)).words.startswith("the script never called optimizer.step()")
+    assert failed_with(SystemExit(0)).words.startswith("the script never called step() of the optimizer that it trains")
     assert failed_with(SystemExit("bad\nluck"), 3) == ("the script exited saying bad luck", "", "")
     assert failed_with(SystemExit(3), 3) == ("the script exited with status 3", EXITED, "")
     assert failed_with(KeyboardInterrupt(), 3) == ("interrupted after 3 steps", INTERRUPTED, "")

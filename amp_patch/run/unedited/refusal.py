@@ -65,7 +65,7 @@ def untrained(optimizers: Sized, initialized: Sized, evaluated: bool, empty: str
     elif not initialized:
         why = "no batch came: it called no module whose parameters an optimizer holds"
         then = "A loader with drop_last has no batch of fewer samples"
-    return ScriptRefused(f"it trained nothing: {why}", line=False, lines="", then=then)
+    return ScriptRefused(why, line=False, lines="", then=then)
 
 
 def _lightnings_lines() -> str:

@@ -36,4 +36,4 @@ def test_a_script_that_trains_nothing_is_told_why_without_lines_to_paste(name, l
     with UneditedScript(level) as trained:
         run_source(script)
     said = str(trained.missing())
-    assert f"it trained nothing: {words}" in said and "amp.scale_loss" not in said and "\n" not in said
+    assert words in said and "amp.scale_loss" not in said and "\n" not in said
