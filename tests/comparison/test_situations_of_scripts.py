@@ -68,7 +68,7 @@ amp.log(distance=net(torch.ones(4, 8)).mean().item())
 
 @pytest.mark.program
 @pytest.mark.parametrize(("script", "words"), [
-    ("import os" + START + STOPS, "do not use: made 25 of 40 steps with seed 0: ended at 25 expected m1 and m2"),
+    ("import os" + START + STOPS, "O4 BF16 made 25 of 40 steps with seed 0: ended at 25 expected m1 and m2"),
     (START + GAN, "a sum of the losses of several optimizers"),
 ])  # fmt: skip
 def test_a_script_is_judged_by_what_it_did(script, words, tmp_path):
