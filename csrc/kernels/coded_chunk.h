@@ -106,8 +106,8 @@ C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t a
 }
 
 // The work of a thread: run<V, P>(row, at, live, most) does P packs from pack `at` on if `live` is true, and else only
-// calls `most`. This is an optimizer's step; EncodeWork and DecodeWork convert FP32 values, which are at kGrad, to codes
-// and back. All packs are read before the first is stepped, so that more bytes are in flight.
+// calls `most`. This is an optimizer's step; EncodeWork and DecodeWork convert FP32 values, which are at kGrad, to
+// codes and back. All packs are read before the first is stepped, so that more bytes are in flight.
 template <class F>
 struct CodedStepWork : StepWork<F, true> {
   template <int V, int P, class Most>

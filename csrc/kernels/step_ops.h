@@ -233,7 +233,8 @@ Number apart(const Number& number, const std::vector<StepList>& lists, const Ste
 template <class Loop>
 StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, const std::vector<Number>& factors,
                     std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf,
-                    const std::vector<StateScales>& scales = {}, bool maximize = false, int64_t seed = 0, const IntList& draws = {}, const IntList& starts = {}) {
+                    const std::vector<StateScales>& scales = {}, bool maximize = false, int64_t seed = 0,
+                    const IntList& draws = {}, const IntList& starts = {}) {
   const Tensors& params = *lists[1].tensors;
   StepJob job{
       c10::Device(Loop::device),   {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr,
@@ -375,9 +376,9 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
   lists.insert(lists.end(), {averages, squares});
   const bool amsgrad = !max_exp_avg_sqs.empty();
   if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
-  StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf,
-                                  {{&averages, &exp_avg_scales}, {&squares, &exp_avg_sq_scales}}, maximize, seed, draws,
-                                  starts);
+  StepJob job =
+      check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf,
+                        {{&averages, &exp_avg_scales}, {&squares, &exp_avg_sq_scales}}, maximize, seed, draws, starts);
   const Number rate = apart<Loop>(lr, lists, job), count = apart<Loop>(step, lists, job);
   const AdamRule rule{{beta1, beta2, weight_decay, decoupled, bias_correction},
                       scalar<Loop, double>(rate),
