@@ -13,8 +13,6 @@ from amp_patch.casts.state import is_plain_eager
 from amp_patch.policy import LOW_PRECISION
 
 SMALLEST = 2**22  # elements; for smaller logits the blocks take up to 1.6 times as long as copies, which a cache holds
-
-
 Wides = tuple[weakref.ref[Tensor], ...]
 
 
@@ -58,11 +56,8 @@ def note(low: Tensor, wide: Tensor) -> None:
     """Note that a model's exit has cast `low` to `wide`, if a loss of `wide` can go by it."""
     if is_dynamo_compiling() or low.dtype not in LOW_PRECISION or low.numel() < SMALLEST or type(low) is not Tensor:
         return
-    if wide.dtype is torch.float32 and wide.requires_grad and is_plain_eager():
-        _note(low, wide)
-
-
-def _note(low: Tensor, wide: Tensor) -> None:
+    if not (wide.dtype is torch.float32 and wide.requires_grad and is_plain_eager()):
+        return
     key = id(wide)
 
     def forget(gone: Any) -> None:
