@@ -15,7 +15,7 @@ from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.environment import without_rungs
 from amp_patch.frontend import initialize, master_params
-from amp_patch.masters.masters import links_of
+from amp_patch.masters.masters import links_of, publish_written
 from amp_patch.model import keep_fp32
 from amp_patch.model.forward import policy_of
 from amp_patch.model.incoming import came_low
@@ -116,9 +116,15 @@ class OptLevel:
             module.trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
 
     def teardown(self) -> None:
-        """Make the module plain again. Lightning has moved it to the CPU by now, so move the masters there first."""
-        for param, link in links_of({p for module in self.models for p in module.parameters()}):
+        """Make the module plain again. Lightning has moved it to the CPU by now, so move the masters there first.
+
+        A moved master counts as written. It must not: its weight may have edits (a callback's averages) to take over.
+        """
+        links = links_of({p for module in self.models for p in module.parameters()})
+        publish_written(links)
+        for param, link in links:
             link.master.data = link.master.data.to(param.device)
+        links.versions.save()
         leave(self.models, self.optimizers)
         self.models = []
 

@@ -212,3 +212,25 @@ def test_lightning_defers_gradients_and_steps_in_one_pass(level, clip, monkeypat
     options, _ = CLIPS[clip]
     trainer(precision, callbacks=[Seen()], enable_checkpointing=False, **options).fit(Classifier(), loader())
     assert seen and set(seen) == {2.0}
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O5+split"])
+def test_averaged_weights_are_those_of_the_masters_and_stay_when_the_fit_ends(level):
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="since lightning 2.5.5")
+    averages = callbacks.EMAWeightAveraging(decay=0.5)
+    masters: list[list[torch.Tensor]] = []
+
+    class Noted(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            masters.append([p.detach().clone() for p in amp.master_params(trainer.optimizers[0])])
+
+    module = Classifier()
+    trainer(OptLevelPrecision(level), callbacks=[Noted(), averages], enable_checkpointing=False).fit(module, loader())
+    expected = masters[0]
+    for found in masters[1:]:
+        expected = [0.5 * mean + 0.5 * value for mean, value in zip(expected, found, strict=True)]
+    kept = averages._average_model.module.parameters()
+    for mean, held, left in zip(expected, kept, module.parameters(), strict=True):
+        torch.testing.assert_close(held.float(), mean, rtol=1e-6, atol=1e-7)
+        # The callback copies its FP32 averages into weights of the level's type.
+        torch.testing.assert_close(left, mean, rtol=0 if level in ("O0", "O1", "O4") else 2**-7, atol=1e-7)
