@@ -13,7 +13,7 @@ from amp_patch.masters import clipping
 from amp_patch.model import copies, edited_dicts, incoming, keep_high, kept_module, masks, mixed_calls
 from amp_patch.model import joints as of_forward
 from amp_patch.policy import SPLIT, STOCHASTIC
-from amp_patch.storage import coded_steps, compressed_states, rounded_shards
+from amp_patch.storage import coded_steps, compressed_states
 from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints, observers
@@ -37,7 +37,7 @@ def enter() -> None:
     ]
     joints.forms |= {SPLIT: lambda beside: HALVES, STOCHASTIC: lambda beside: beside.get(ROUNDING)}
     joints.beside_scale += [beside_scale]
-    joints.keepers += [coded_steps, rounded_shards]
+    joints.keepers += [coded_steps]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
     joints.check_models += [fsdp.check_shards, ddp.check_ddp]
     joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]
@@ -62,13 +62,11 @@ def enter() -> None:
         per_parameter.register_asked,
         portions.check_lbfgs,
         coded_steps.check,
-        rounded_shards.check,
     ]
-    joints.check_group += [zero_redundancy.check_group, rounded_shards.check_group]
+    joints.check_group += [zero_redundancy.check_group, fsdp.check_group]
     joints.enter_optimizer += [
         compressed_states.enter,
         coded_steps.enter,
-        rounded_shards.enter,
         thawed.watch,
         named_states.enter,
     ]

@@ -28,9 +28,11 @@ _REFUSED = {
     ("split", "a closure"): _CLOSURE,
     ("split", "FSDP2"): "its FP32 shards are the masters themselves: leave master_weights at None",
     ("stochastic", "a closure"): _CLOSURE,
+    ("stochastic", "FSDP2"): (
+        "the FP32 shards are the masters, and each process has those of its share alone: leave master_weights at None"
+    ),
     ("stochastic", "ZeRO"): (
-        "it sends each process's share in FP32, for which all masters are made whole: use master_weights='split', or "
-        "fully_shard with BF16 shards"
+        "it sends each process's share in FP32, for which all masters are made whole: use master_weights='split'"
     ),
     ("stochastic", "CUDA graphs"): (
         "each replay would round with the random bits of the capture: leave the step out of the graph, or use "

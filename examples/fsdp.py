@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/fsdp.py --opt-level O2
 
 runs on two GPUs (NCCL), or where there is none in two processes on the CPU (Gloo). At O2 the shards stay FP32, and are
-the masters; with `--opt-level O5 --stochastic` they are BF16, which each step rounds by chance. A checkpoint may be
-resumed by another number of processes. Lines marked "amp" are all that mixed precision adds.
+the masters. A checkpoint may be resumed by another number of processes. Lines marked
+"amp" are all that mixed precision adds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from amp_patch import amp
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--opt-level", default="O2", help="O0, O1, O2, O4 or O5")
-parser.add_argument("--stochastic", action="store_true", help="BF16 shards without masters, for O5")
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--checkpoints", type=Path, help="folder, written to every 50 steps; resumes from what is there")
 args = parser.parse_args()
@@ -37,16 +36,13 @@ dist.init_process_group("nccl" if device == "cuda" else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 
 task = TopicsGPT(device)
-model = task.model().bfloat16() if args.stochastic else task.model()
+model = task.model()
 policy = amp.fsdp_policy(args.opt_level)  # amp
 for block in model.blocks:
     fully_shard(block, mp_policy=policy)  # amp: the policy
 fully_shard(model, mp_policy=policy)  # amp: the policy
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-masters = "stochastic" if args.stochastic else None
-model, optimizer = amp.initialize(  # amp: after the model is sharded
-    model, optimizer, opt_level=args.opt_level, master_weights=masters
-)
+model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)  # amp: after the model is sharded
 
 
 def state() -> dict[str, object]:

@@ -205,12 +205,6 @@ MUTATIONS = (
         ("test_stochastic_masters.py",),
     ),
     Mutation(
-        "stochastic rounding: a shard is rounded by the bits of the whole parameter",
-        'vars(master)["start"] = place_in_whole(shard)',
-        "pass",
-        ("test_rounded_shards.py",),
-    ),
-    Mutation(
         "state in eight bits: what is written into a state is encoded",
         "            encode(list(written.values()), [wholes[codes] for codes in written])",
         "            pass",

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from amp_patch.environment import overridden, without_rungs
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
-from amp_patch.policy import LOW_PRECISION, SPLIT, STOCHASTIC, Flag, Options, Policy, resolve
-from amp_patch.support import compiled, distributed
+from amp_patch.policy import LOW_PRECISION, Flag, Options, Policy, resolve
+from amp_patch.support import compiled
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.fsdp import fsdp_modules, fsdp_state, is_fsdp, param_groups
 from amp_patch.supported import reason
 from amp_patch.training.arguments import Level
 from amp_patch.training.innermost import as_list
+from amp_patch.training.stash import Stash
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -48,13 +49,8 @@ def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module],
 
 def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, gathers: Any) -> None:
     low, level = policy.cast_model_type, policy.opt_level
-    if policy.master_weights == SPLIT:
-        raise ValueError(
-            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: "
-            + reason(SPLIT, "FSDP2")
-        )
-    if policy.master_weights == STOCHASTIC and param.requires_grad and not stays:
-        _check_rounded(f"initialize: parameter {name!r}", param)
+    if policy.closes_masters:
+        raise ValueError(_not_for_shards(f"initialize: parameter {name!r}", policy))
     if low is not None and not policy.master_weights:
         raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")
     split = fsdp is None or sum(not placement.is_replicate() for placement in param.placements) > 1
@@ -90,28 +86,16 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
     )
 
 
-def _check_rounded(named: str, param: Any) -> None:
-    if param.dtype is torch.float32:
-        raise ValueError(
-            f"{named} is sharded in torch.float32, and master_weights='stochastic' wants shards in BF16, which each "
-            "step rounds: call model.bfloat16() before fully_shard; or leave master_weights at None, so that the FP32 "
-            "shards are the masters"
-        )
-    check_place(named, param)
+def check_group(optimizer: Any, stash: Stash, params: list[Tensor]) -> None:
+    """Raise ValueError if an added low-precision shard would need a master in a form that is not for shards."""
+    for index, param in enumerate(params):
+        if stash.policy.closes_masters and is_dtensor(param) and param.dtype in LOW_PRECISION:
+            raise ValueError(_not_for_shards(f"add_param_group: parameter {index}", stash.policy))
 
 
-def check_place(named: str, param: Any) -> None:
-    """Raise ValueError if it is unknown where a shard is in the whole parameter: rounding uses each element's index.
-
-    Args:
-        named: the start of the message: the caller and the parameter.
-    """
-    if distributed.place_in_whole(param) is None:
-        raise ValueError(
-            f"{named} is sharded as {param.placements}, and master_weights='stochastic' rounds by the index of an "
-            "element in the whole parameter, which is known if the parameter is "
-            "sharded once, along dimension 0; shard it this way, or leave master_weights at None and shard in FP32"
-        )
+def _not_for_shards(named: str, policy: Policy) -> str:
+    form = str(policy.master_weights)
+    return f"{named} is sharded, and master_weights={form!r} is not for shards: {reason(form, 'FSDP2')}"
 
 
 def no_masters(policy: Policy) -> str:

@@ -37,7 +37,7 @@ _DATA: Any = Tensor.data
 _raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's memory as it is
 lock = RLock()  # held while masters are opened or closed, because another thread may read them
 _constructors = Installation()
-_ATTRIBUTES = ("form", "low_half", "draw", "start", "edits", "weight", "joined", "captured", "has_memory")
+_ATTRIBUTES = ("form", "low_half", "draw", "edits", "weight", "joined", "captured", "has_memory")
 
 # C++ code bypasses `__torch_function__`: make it raise instead of reading freed memory. Without the extension only
 # functions that request a mutable data pointer raise.
@@ -61,9 +61,6 @@ class Form:
     def check_step(self) -> None:
         """Raise if the masters cannot be written now, for example in the capture of a CUDA graph."""
 
-    def note_part(self, part: Tensor, whole: Tensor) -> None:
-        """Record that `part` is the local shard of parameter `whole`: both have one number in stochastic rounding."""
-
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
         """Store the start value of `master`: `value` (FP32, the strides of weight `param`); None: the weight itself."""
         raise NotImplementedError
@@ -86,7 +83,6 @@ class ClosedMaster(Master):
         form: how the value is stored; None in a copy, which is an ordinary tensor.
         low_half: the int16 low half of a split master, with the weight's strides; else None.
         draw: selects the random bits of the next stochastic rounding; else None.
-        start: index of the first element in the whole parameter, for a shard; else 0.
         edits: the number of stores of user edits since the last step (stochastic rounding).
         weight: returns the parameter, or None if it was freed.
         joined: of an open master, its version counter when the stored value was last restored into the memory. If the
@@ -98,7 +94,7 @@ class ClosedMaster(Master):
     form: Form | None = None
     low_half: Tensor | None = None
     draw: int | None = None
-    start = edits = 0
+    edits = 0
     weight: Callable[[], Tensor | None] = staticmethod(lambda: None)
     joined: int | None = None
     captured = has_memory = False

@@ -189,13 +189,12 @@ class KernelTensors(NamedTuple):
 
     Attributes:
         tensors: each master itself, or the storage of a compressed one: the low half (int16), or the weight.
-        seed, draws, starts: as in `multi_tensor_stochastic_round`.
+        seed, draws: as in `multi_tensor_stochastic_round`.
     """
 
     tensors: list[Tensor]
     seed: int = 0
     draws: Sequence[int] = ()
-    starts: Sequence[int] = ()
 
 
 def kernel_tensors(masters: list[Any]) -> KernelTensors:
@@ -204,7 +203,6 @@ def kernel_tensors(masters: list[Any]) -> KernelTensors:
         return KernelTensors(masters)
     tensors: list[Tensor] = []
     draws: list[Any] = []
-    starts: list[int] = []
     seed = 0
     for master in masters:
         tensor = master
@@ -216,9 +214,8 @@ def kernel_tensors(masters: list[Any]) -> KernelTensors:
                 if not draws:
                     form.check_step()
                 draws.append(master.draw)
-                starts.append(master.start)
         tensors.append(tensor)
-    return KernelTensors(tensors, seed, draws, starts) if len(draws) == len(masters) else KernelTensors(tensors)
+    return KernelTensors(tensors, seed, draws) if len(draws) == len(masters) else KernelTensors(tensors)
 
 
 def note_stepped(masters: list[Any]) -> None:

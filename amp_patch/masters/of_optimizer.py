@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import cached_property
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from amp_patch.masters.record import Record, Route
 from amp_patch.masters.states import rekey
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support.distributed import is_dtensor, local, place_in_whole
+from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.patches import Attempts
 from amp_patch.support.quantized import is_quantized
 
@@ -37,12 +37,10 @@ class GroupParams:
         own: the pairs of `distinct` without a separate master; bare: their low-precision parameters.
         is_sharded: whether any parameter is a DTensor.
 
-    Args:
-        parts: the sharded parameters whose local shard has a master. They are not in `bare`.
     """
 
-    def __init__(self, params: list[Tensor], records: list[Record], parts: Container[Tensor] = ()) -> None:
-        self.params, self.records, self._parts = params, records, parts
+    def __init__(self, params: list[Tensor], records: list[Record]) -> None:
+        self.params, self.records = params, records
         self.masters = [record.master for record in records]
         self.pairs = list(zip(params, self.masters, strict=True))
         once = dict(zip(params, records, strict=True))
@@ -52,27 +50,13 @@ class GroupParams:
         self.linked = [record for param, record in once.items() if param is not record.master]
         self.low = [param for param, master in self.distinct if param is not master]
         self.linked_masters = [record.master for record in self.linked]
-        self.bare = [param for param, _ in self.own if param.dtype in LOW_PRECISION and param not in parts]
+        self.bare = [param for param, _ in self.own if param.dtype in LOW_PRECISION]
         self.is_sharded = any(map(is_dtensor, params))
 
     def without(self, params: Container[Tensor]) -> GroupParams:
         """Return the same without `params`."""
         kept = [(p, record) for p, record in zip(self.params, self.records, strict=True) if p not in params]
-        return GroupParams([param for param, _ in kept], [record for _, record in kept], self._parts)
-
-
-class Part(NamedTuple):
-    """The local shard of a sharded low-precision parameter.
-
-    Attributes:
-        shard: the DTensor, which the groups hold.
-        param: a plain parameter in the memory of the local shard.
-        master: the master of `param`.
-    """
-
-    shard: Tensor
-    param: Tensor
-    master: Tensor
+        return GroupParams([param for param, _ in kept], [record for _, record in kept])
 
 
 class Masters:
@@ -81,12 +65,9 @@ class Masters:
     The optimizer's groups hold the masters, in the user's order. This object stores only the way back from a master to
     the model's parameter.
 
-    DTensors stay in the groups, because checkpoints look for them there; their local shards have the masters.
-
     Attributes:
         waiting: the deferred low-precision gradients; None if the optimizer defers none.
         direct: the gradients that a running body's backward leaves on the masters themselves.
-        parts: DTensor -> its local shard, for sharded low-precision parameters.
         aside: the records whose gradient a body has set aside (`Record.aside`).
         strays: the records of parameters with masters that got gradients from the backward of another optimizer's loss.
         cleared: the number of calls of the optimizer's `zero_grad`.
@@ -100,29 +81,20 @@ class Masters:
         self.aside: list[Record] = []
         self.strays: list[Record] = []
         self.cleared = 0
-        self.parts: dict[Tensor, Part] = {}
         self._route = Route()
         self._params: dict[Record, Tensor] = {}  # the parameters that have separate masters
-        # In a copied optimizer: DTensor -> the draw of the master that `attach` will make for its shard.
-        self._draws: dict[Tensor, int | None] = {}
         self._known = GroupParams([], [])
         self._is_stale = True
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool, int | None]]:
-        of_parts = {part.master for part in self.parts.values()}  # a copy makes them again, from its DTensors
-        shards = [(part.shard, part.shard, False, getattr(part.master, "draw", None)) for part in self.parts.values()]
-        return shards + [
+        return [
             (param, record.master, record.version.written(), getattr(record.master, "draw", None))
             for param, record in self.links
-            if record.master not in of_parts
         ]
 
     def __setstate__(self, pairs: Iterable[tuple[Tensor, Tensor, bool, int | None]]) -> None:
         self.__init__()  # type: ignore[misc]
         for param, master, written, draw in pairs:
-            if param is master:
-                self._draws[param] = draw
-                continue
             self._add(param, master)
             if written:  # an edit that was not copied back: without this the new record would miss it
                 torch.autograd.graph.increment_version(master)
@@ -159,7 +131,7 @@ class Masters:
             return known
         found = {record.master: record for record in known.records} | self._index
         records = [found.get(master) or Record(master) for master in masters]
-        return GroupParams([self._params.get(record, record.master) for record in records], records, self.parts)
+        return GroupParams([self._params.get(record, record.master) for record in records], records)
 
     def known(self, groups: Groups) -> GroupParams:
         """Return the result of the last `of_groups`, unless masters were added or removed since."""
@@ -325,16 +297,12 @@ class Masters:
         The optimizer's state and an existing gradient move to the master.
 
         With a `form`, each copy is compressed before the next is made, so that only one of them has FP32 memory at a
-        time. A sharded parameter (DTensor) stays in the group then, and its local shard gets a master of that form.
+        time.
         """
         params = group["params"]
         for index, param in enumerate(params):
             low = param.dtype in LOW_PRECISION
             if (not low and param not in about_to_be_cast) or is_quantized(param):
-                continue
-            if form is not None and is_dtensor(param):
-                if param.requires_grad and param not in self.parts:
-                    self._attach_part(param, form)
                 continue
             master = master_of(param)  # another optimizer may have made it
             if master is None and low and not param.requires_grad and own_grad(param) is None:
@@ -353,39 +321,6 @@ class Masters:
                 master.grad = grad.to(master.dtype)
                 set_own_grad(param, None)
 
-    def _attach_part(self, shard: Tensor, form: Form) -> None:
-        param = nn.Parameter(local(shard).detach())
-        master = nn.Parameter(param.detach().float())
-        record = self._add(param, master)
-        self._serve(record)
-        form.note_part(param, shard)
-        vars(master)["draw"] = self._draws.pop(shard, None)
-        closed_master.close([(param, master)], form, exact=True)
-        vars(master)["start"] = place_in_whole(shard)
-        record.version.save()
-        self.parts[shard] = Part(shard, param, master)
-
-    def master_of_part(self, shard: Tensor) -> Tensor | None:
-        """Return the master of the local tensor of the DTensor `shard`; None if it has none.
-
-        If the local tensor is in other memory than before, `Part.param` is first set to that memory.
-        """
-        part = self.parts.get(shard)
-        if part is None:
-            return None
-        if not part.param.is_set_to(here := local(shard).detach()):
-            part.param.data = here
-        return part.master
-
-    def exchange(self, optimizer: Any, *, shards: bool) -> None:
-        """Replace DTensors in the groups by their local shards' masters; if `shards`, masters by DTensors; in place."""
-        pairs = [(part.shard, part.master) for part in self.parts.values()]
-        instead = {master: shard for shard, master in pairs} if shards else dict(pairs)
-        for group in optimizer.param_groups:
-            for index, param in enumerate(group["params"]):
-                if (other := instead.get(param)) is not None:
-                    _replace(optimizer, group["params"], index, other)
-
     def detach(self, optimizer: Any) -> None:
         """Undo `attach`: put the parameters back into the groups, and move the state to them.
 
@@ -399,7 +334,6 @@ class Masters:
             attempt(self._detach_group, optimizer, group, params)
         self._stop_waiting(attempt)
         self._params.clear()
-        self.parts.clear()
         self._changed()
         attempt.finish()
 

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_patch.masters.masters import master_of
 from amp_patch.model import buffers
 from amp_patch.model.buffers import Owned
-from amp_patch.policy import LOW_PRECISION, STOCHASTIC, Policy
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.quantized import is_quantized
 
@@ -135,21 +135,11 @@ def check(model: nn.Module, policy: Policy, stays: AbstractSet[Tensor]) -> None:
             continue
         if type_of(param) is None:
             continue
-        if is_dtensor(param) and param.requires_grad and not _is_rounded_shard(param, param in stays, policy):
-            if policy.master_weights == STOCHASTIC and param in stays:
-                raise ValueError(
-                    f"{named} is sharded and {param.dtype}, and its module stays FP32 (a batch norm, or keep_fp32): "
-                    "call float() of that module before fully_shard; or pass keep_batchnorm_fp32=False"
-                )
+        if is_dtensor(param) and param.requires_grad:
             raise ValueError(
                 f"{named} is sharded and {param.dtype}; wanted trained shards in FP32, which serve as masters: call "
                 "model.float() before fully_shard"
             )
-
-
-def _is_rounded_shard(param: Tensor, stays: bool, policy: Policy) -> bool:
-    """Tell whether `policy` trains this low-precision shard without a master, and rounds it stochastically."""
-    return policy.master_weights == STOCHASTIC and param.dtype is policy.cast_model_type and not stays
 
 
 def params_to_widen(models: Iterable[nn.Module], kept: Iterable[nn.Module], policy: Policy) -> list[nn.Parameter]:

@@ -10,5 +10,4 @@ Files, the first one to read first:
 - `coder.py`: the state of an optimizer as such tensors, also under `fully_shard`
 - `coded_steps.py`: the strategy that steps such state
 - `compressed_states.py`: checkpoints with codes
-- `rounded_shards.py`: BF16 shards that are rounded stochastically
 """

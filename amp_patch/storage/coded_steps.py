@@ -22,7 +22,7 @@ from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.policy import Policy
 from amp_patch.storage.coded_state import Coded
-from amp_patch.storage.coder import Coder, Parts, check_shards, coded_entries, in_fp32, of_parts
+from amp_patch.storage.coder import Coder, check_shards, coded_entries, in_fp32, of_parts
 from amp_patch.support import device_sync, tree
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, is_zero
@@ -172,7 +172,7 @@ class InCodes(Strategy):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         coder.encode_changed(optimizer, params)
         coder.has_stepped = coder.has_stepped or any(map(has_gradient, params))
-        parts = None if step.given else self.parts(optimizer)
+        parts = None if step.given else of_parts(optimizer)
         try:
             if parts is not None:
                 step.optimizer, coder.params = parts.partial.shell, parts.params
@@ -184,10 +184,6 @@ class InCodes(Strategy):
         if step.stash.step is step:  # not in gradient release, which steps only some parameters here
             coder.report(optimizer)
         return result
-
-    def parts(self, optimizer: Any) -> Parts | None:
-        """Return the step on plain tensors if the parameters are sharded; None if `optimizer` itself is stepped."""
-        return of_parts(optimizer)
 
 
 IN_CODES = InCodes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, MutableMapping
+from collections.abc import Collection, Generator, Iterable, MutableMapping
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
@@ -100,7 +100,7 @@ class Coder:
     """The encoder and decoder of one optimizer's state.
 
     Args:
-        kind: the name of the optimizer's class; None: its state stays FP32.
+        kind: the name of the optimizer's class.
         in_fp32: names of further state tensors that stay FP32, next to `IN_FP32`.
 
     Attributes:
@@ -110,7 +110,7 @@ class Coder:
         params: during a step on plain tensors instead of DTensors, the tensor that is stepped -> its parameter.
     """
 
-    def __init__(self, kind: str | None, in_fp32: Collection[str] = ()) -> None:
+    def __init__(self, kind: str, in_fp32: Collection[str] = ()) -> None:
         self.kind, self._in_fp32 = kind, in_fp32
         self.has_stepped = self._has_reported = False
         self.is_pending = True
@@ -138,7 +138,7 @@ class Coder:
         """
         stash = known_stash(optimizer)
         get = getattr(optimizer.state, "get_by_master", optimizer.state.get)
-        for param in params if self.kind is not None else ():
+        for param in params:
             state = get(param)
             for name, value in state.items() if isinstance(state, _STATES) else ():
                 kind = type(value)
@@ -150,7 +150,7 @@ class Coder:
                 if not is_large(shard, local(param)) or name in self._in_fp32:
                     continue
                 named = stash.masters.param_of(self.params.get(param, param))
-                dtype = codes_of(str(self.kind), name, state)
+                dtype = codes_of(self.kind, name, state)
                 if dtype is not None and not any(each is named for each in stash.fp32_state):
                     _replace(state, name, with_shard(encoded(shard, dtype), value), in_place=in_place)
 
@@ -186,7 +186,7 @@ class Coder:
 
     def report(self, optimizer: Any) -> None:
         """After the first step, log a warning if no state is stored as codes."""
-        if self._has_reported or not self.has_stepped or self.kind is None:
+        if self._has_reported or not self.has_stepped:
             return
         self._has_reported = True
         tensors = stored(optimizer.state.values())
@@ -239,10 +239,10 @@ OVER_WHOLE_TENSORS = {
 }
 
 
-def check_shards(wanted: str, optimizer: Any, way_out: str, against: str | None = None) -> None:
-    """Raise ValueError if this (innermost) optimizer cannot step a shard of a parameter alone, or for `against`."""
+def check_shards(wanted: str, optimizer: Any, way_out: str) -> None:
+    """Raise ValueError if this (innermost) optimizer cannot step a shard of a parameter alone."""
     base = base_class(optimizer)
-    against = OVER_WHOLE_TENSORS.get(base.__name__, against)
+    against = OVER_WHOLE_TENSORS.get(base.__name__)
     if is_registered(base):
         against = "it is a registered class, of which nothing tells what its step does to a part of a parameter"
     if against is not None:
@@ -253,7 +253,7 @@ def check_shards(wanted: str, optimizer: Any, way_out: str, against: str | None 
 
 
 class Parts:
-    """A step of `optimizer` on `part(param)` instead of each parameter, with the local shards of its state.
+    """A step of `optimizer` on plain parameters that share the memory of the local shards, with those of its state.
 
     It runs on a second optimizer object. The user's optimizer never holds the plain tensors, even after an exception.
 
@@ -262,10 +262,10 @@ class Parts:
         params: the tensor that is stepped -> the parameter.
     """
 
-    def __init__(self, optimizer: Any, part: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         chunks = [(group, group["params"]) for group in optimizer.param_groups]
-        stepped_for = {param: part(param) for _, params in chunks for param in params}
+        stepped_for = {param: _part_of(param) for _, params in chunks for param in params}
         self.params = {stepped: param for param, stepped in stepped_for.items()}
         self.partial = PartialStep(optimizer, chunks, stepped_for.__getitem__)
         self._states = self.partial.shell.state = defaultdict[Tensor, Any](dict)
@@ -298,10 +298,10 @@ def of_parts(optimizer: Any) -> Parts | None:
     sharded = [param for param in params if is_dtensor(param) and has_gradient(param)]
     if not sharded or not all(are_alike(param.grad, param) for param in sharded):
         return None
-    return Parts(optimizer, part_of)
+    return Parts(optimizer)
 
 
-def part_of(param: Tensor) -> Tensor:
+def _part_of(param: Tensor) -> Tensor:
     """Return a plain parameter that shares the memory of the local shard; if `param` is not sharded, `param` itself."""
     if not is_dtensor(param):
         return param

@@ -35,7 +35,7 @@ class Rounding(Form):
 
     The bits of a step depend only on the seed, the number of the master (the position of its parameter in the
     training's models), and the number of its steps. They are the same on each process of a DDP training, in portions
-    and in one pass, in shards of `fully_shard`, and after a checkpoint with `state_dict`. They do not depend on the
+    and in one pass, and after a checkpoint with `state_dict`. They do not depend on the
     original dtype of the parameters, the order of the groups, or on parameters that are unfrozen later.
 
     Attributes:
@@ -71,9 +71,6 @@ class Rounding(Form):
     def place(self, places: Iterable[tuple[Tensor, int]]) -> None:
         """Give copied parameters the positions that `places` has returned for the originals."""
         self._positions.update({id(param): position for param, position in places})
-
-    def note_part(self, part: Tensor, whole: Tensor) -> None:
-        self.place((part, position) for _, position in self.places([whole]))
 
     def _position(self, param: Tensor) -> int | None:
         return self._positions.get(id(param))
@@ -115,8 +112,8 @@ class Rounding(Form):
     def write(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
         self.check_step()
         weights, of_these, values = map(list, zip(*masters, strict=True))
-        draws, starts = [self._draw(master) for master in of_these], [master.start for master in of_these]
-        multi_tensor.multi_tensor_stochastic_round(values, weights, self.seed, draws, starts)
+        draws = [self._draw(master) for master in of_these]
+        multi_tensor.multi_tensor_stochastic_round(values, weights, self.seed, draws)
 
     def _draw(self, master: ClosedMaster) -> int:
         """Return the draw for this write, and advance the count of steps if a step wrote, else the count of edits."""

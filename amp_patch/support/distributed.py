@@ -38,23 +38,6 @@ def local(tensor: Tensor) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part  # AsyncCollectiveTensor: the collective may be running
 
 
-def place_in_whole(tensor: Any) -> int | None:
-    """Return the index of the local shard's first element in the flattened, contiguous whole tensor.
-
-    None if the shard's elements are not consecutive in the whole: it is sharded twice, or along a dimension other than
-    the first.
-    """
-    sharded = [(dim, placement) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if not sharded:
-        return 0
-    (dim, placement), *more = sharded
-    if more or type(placement).__name__ != "Shard" or placement.dim != 0:  # `_StridedShard` is a Shard too
-        return None
-    count, mesh = tensor.shape[0], tensor.device_mesh
-    rows = -(-count // mesh.size(dim))
-    return min(mesh.get_local_rank(dim) * rows, count) * (tensor.numel() // max(count, 1))
-
-
 def refuse(model: nn.Module, caller: str) -> None:
     """Raise ValueError if `model` has sharded parameters, because `caller` would see only one rank's values."""
     if any(map(is_dtensor, model.parameters())):

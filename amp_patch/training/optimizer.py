@@ -275,13 +275,10 @@ def restore(optimizer: Optimizer, *, recast_state: bool = True) -> None:
 def state_follows_params(optimizer: Optimizer) -> None:
     """Cast the optimizer's state to the dtypes of the tensors that it steps, by torch's rules for loading a state."""
     holder = stateful(optimizer)
-    stash = stash_of(holder)
-    parts = {} if stash is None else stash.masters.parts  # these DTensors have FP32 masters that are in no group
 
     def follows(value: Any, param: Tensor) -> bool:
-        wanted = torch.float32 if param in parts else param.dtype
         is_of_elements = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-        return not is_of_elements or value.dtype is wanted
+        return not is_of_elements or value.dtype is param.dtype
 
     if getattr(holder, "state", None) and not all(
         follows(value, param)

@@ -164,12 +164,6 @@ class Step:
                 vars(optimizer).pop("found_inf", None)
             stash.step = self._claim = None
 
-    def take_closure(self) -> Any:
-        """Drop the user's arguments: the inner step gets none. Return a `ClosureAlreadyRun`'s result, or None."""
-        closure = self._closure()
-        self.args, self.kwargs, self.given = (), {}, False
-        return closure.result if isinstance(closure, ClosureAlreadyRun) else None
-
     def materialize(self) -> None:
         """Allocate the FP32 values of compressed masters that have a gradient; no sync."""
         masters = self.links.masters

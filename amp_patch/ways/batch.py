@@ -34,7 +34,7 @@ class Batch:
         records: the records of the weights.
         first_run: whether the momentum buffers do not exist yet.
         stepped: the tensors that the kernel writes for the masters (`kernel_tensors`).
-        seed, draws, starts: the arguments of stochastic rounding, if `stepped` are BF16 weights.
+        seed, draws: the arguments of stochastic rounding, if `stepped` are BF16 weights.
     """
 
     group: Group
@@ -47,7 +47,6 @@ class Batch:
     stepped: list[Tensor] = field(default_factory=list)
     seed: int = 0
     draws: Sequence[int] = ()
-    starts: Sequence[int] = ()
 
     extra: ClassVar[Any] = {}  # further arguments of the kernels
     getter = itemgetter  # getter(name)(state of a master) -> the tensor that the kernel takes

@@ -94,7 +94,7 @@ def _adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
 def _settings(batch: Batch) -> dict[str, Any]:
     """Return the arguments that every kernel takes: {name: weights, factors, seed and draws of rounding}."""
     low = None if batch.draws else batch.weights or None
-    chance = {"seed": batch.seed, "draws": batch.draws, "starts": batch.starts}
+    chance = {"seed": batch.seed, "draws": batch.draws}
     return {"low": low, "factors": batch.factors, **chance, **batch.extra}
 
 
@@ -396,7 +396,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
 
 def _ready(batch: Batch) -> Batch:
     """Set the tensors that the kernel writes, and the arguments of stochastic rounding; return the complete batch."""
-    batch.stepped, batch.seed, batch.draws, batch.starts = kernel_tensors(batch.masters)
+    batch.stepped, batch.seed, batch.draws = kernel_tensors(batch.masters)
     return batch
 
 

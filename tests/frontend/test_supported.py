@@ -31,7 +31,6 @@ YES = [cell for cell, why in SUPPORTED.items() if why is None]
 NO = [cell for cell, why in SUPPORTED.items() if why is not None]
 # fully_shard needs a model of its own: these tests train with it.
 NAMED = {
-    ("stochastic", "FSDP2"): "storage/test_rounded_shards.py::test_a_closure_is_refused_and_one_that_has_run_is_not",
     ("8bit", "FSDP2"): "storage/test_coded_fsdp.py::test_checkpoints_move_to_and_from_fp32_state",
     ("formats", "FSDP2"): (
         "model/test_keep_high.py::test_fully_shard_gathers_kept_weights_that_stay_high_until_another_training"

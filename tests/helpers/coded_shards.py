@@ -1,4 +1,4 @@
-"""Trainings under torch's `fully_shard`, with state in eight bits or stochastic rounding."""
+"""Trainings under torch's `fully_shard`, with state in eight bits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from fsdp_trainings import fully_shard, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
 from training import backward, iterate, skipped
 
-from amp_patch import amp, multi_tensor
+from amp_patch import amp
 from amp_patch.storage.coded_state import codes_of
 
 MAKERS = {**CODED_MAKERS, "SGD, not fused": lambda params: OPTIM.SGD(params, lr=0.05, momentum=0.9)}
-SHARDED = {name: LEVELS[name] for name in ("O0", "O1", "O2", "O4", "O5", "stochastic")}  # split masters are refused
-ROUNDED = SHARDED["stochastic"] | {"optimizer_state": None}
+SHARDED = {name: LEVELS[name] for name in ("O0", "O1", "O2", "O4", "O5")}  # compressed masters are refused
 
 
 def net() -> nn.Sequential:
@@ -38,8 +37,7 @@ def sharded(level: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def start(make: Any, **options: Any) -> tuple[Any, Any]:
     wanted = {"opt_level": "O5", "optimizer_state": "8bit", "verbosity": 0} | options
-    dtype = torch.bfloat16 if wanted.get("master_weights") == "stochastic" else torch.float32
-    model = sharded(wanted["opt_level"], dtype)
+    model = sharded(wanted["opt_level"])
     return amp.initialize(model, (MAKERS.get(make) or make)(model.parameters()), **wanted)
 
 
@@ -58,9 +56,7 @@ def state_of(optimizer: Any) -> list[Tensor]:
 
 
 def referenced(make: Any, options: Any) -> dict[str, Any]:
-    """Run the same training step by step: a torch optimizer steps the local shards, and its state and the BF16
-    values are rounded."""
-    kept = options.get("optimizer_state", "8bit")
+    """Run the same training step by step: a torch optimizer steps the local shards, and its state is rounded."""
     model, optimizer = start(make, **options | {"optimizer_state": None})
     shards = list(model.parameters())
     parts = [nn.Parameter(shard.to_local().detach().float()) for shard in shards]
@@ -74,27 +70,14 @@ def referenced(make: Any, options: Any) -> dict[str, Any]:
             part.grad = shard.grad.to_local().float()
         reference.step()
         losses.append(loss.item())
-        for number, (part, shard) in enumerate(zip(parts, shards, strict=True)):
-            give_back(part, shard, number << 40 | step)
-        for part, state in reference.state.items() if kept else ():
+        for part, shard in zip(parts, shards, strict=True):
+            shard.to_local().detach().copy_(part.detach())
+        for part, state in reference.state.items():
             for name, value in state.items():
                 codes = codes_of(type(reference).__name__, name, state)
                 if part.numel() >= 4096 and getattr(value, "shape", None) == part.shape and codes is not None:
                     value.copy_(in_eight_bits(value, codes))
     return {"losses": losses, "weights": here(shards), "state": state_of(reference)}
-
-
-@torch.no_grad()
-def give_back(part: Tensor, shard: Any, draw: int) -> None:
-    """The FP32 values of a part into what is here of its shard; into BF16 by the chance of the whole parameter."""
-    weight = shard.to_local()
-    if weight.dtype is torch.float32:
-        weight.copy_(part)
-        return
-    rows = -(-shard.shape[0] // dist.get_world_size())
-    before = min(dist.get_rank() * rows, shard.shape[0]) * shard[0].numel()
-    multi_tensor.multi_tensor_stochastic_round([part.detach()], [weight], 0, [draw], [before])
-    part.copy_(weight)
 
 
 def resumable(make: Any, options: Any, steps: range, load: str = "", save: str = "", end: int = 0) -> dict[str, Any]:
@@ -146,8 +129,8 @@ def overflows(make: Any, options: Any) -> dict[str, Any]:
             model[0].weight.grad.to_local()[0, 0] = float("inf")
     optimizer.step()
     after = [*here(model.parameters()), *state_of(optimizer)]
-    skip, of_amp = skipped(optimizer), amp.state_dict()
+    skip = skipped(optimizer)
     go_on(model, optimizer, range(3, 4))
     end = [*here(model.parameters()), *state_of(optimizer)]
     found = {"before": before, "after": after, "end": end}
-    return found | {"skipped": skip, "amp": of_amp, "coded": coded(optimizer)}
+    return found | {"skipped": skip, "coded": coded(optimizer)}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from coded_shards import (
-    ROUNDED,
     SHARDED,
     go_on,
     here,
@@ -40,31 +39,21 @@ pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
 )
 
-LEVELS = SHARDED | {"rounded": ROUNDED}
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The numbers
 
 
 CASES = [("AdamW", "O2"), ("NAdam", "O5"), ("SGD", "O1"), ("FusedAdam", "O4")]
 MORE = [("AdamW", level) for level in SHARDED] + [(make, "O2") for make in CODED_MAKERS] + [("NAdam", "O0")]
-OF_BF16 = [(make, level) for make in CODED_MAKERS for level in ("rounded", "stochastic")]
-AT_ONCE = [*CASES, *(case for case in OF_BF16 if case[0] in ("AdamW", "NAdam"))]
 
 
 @pytest.mark.parametrize(
     ("make", "level"),
-    [
-        pytest.param(*case, marks=() if case in AT_ONCE else pytest.mark.slow)
-        for case in dict.fromkeys([*CASES, *MORE, *OF_BF16])
-    ],
+    [pytest.param(*case, marks=() if case in CASES else pytest.mark.slow) for case in dict.fromkeys([*CASES, *MORE])],
 )
-def test_each_step_is_the_optimizers_own_of_the_elements_here_encoded_or_rounded_by_their_place(ranks, make, level):
-    first, second = as_by_hand(ranks, make, LEVELS[level])
-    if level == "rounded":
-        assert not first and not second
-    else:
-        assert set(first.values()) == {2} and second == dict.fromkeys(first, 1), "of 86 rows and 24, of 85 and 24"
+def test_each_step_is_the_optimizers_own_of_the_elements_here_encoded(ranks, make, level):
+    first, second = as_by_hand(ranks, make, SHARDED[level])
+    assert set(first.values()) == {2} and second == dict.fromkeys(first, 1), "of 86 rows and 24, of 85 and 24"
 
 
 def as_by_hand(ranks: Any, make: Any, options: dict[str, Any]) -> list[dict[str, int]]:
@@ -128,15 +117,11 @@ def test_a_step_in_one_pass_decodes_in_registers_and_each_process_holds_codes_of
 # Overflow, readers and writers, closures
 
 
-@pytest.mark.parametrize(
-    ("make", "level"), [("AdamW", "O1"), ("NAdam", "O2"), ("AdamW", "rounded"), ("NAdam", "rounded")]
-)
+@pytest.mark.parametrize(("make", "level"), [("AdamW", "O1"), ("NAdam", "O2")])
 def test_an_overflow_on_one_process_is_skipped_by_all_and_changes_nothing(ranks, make, level):
-    for rank in ranks(overflows, make, LEVELS[level]):
-        assert rank["skipped"] and bool(rank["coded"]) is (level != "rounded")
+    for rank in ranks(overflows, make, SHARDED[level]):
+        assert rank["skipped"] and rank["coded"]
         assert same(rank["before"], rank["after"]) and not same(rank["after"], rank["end"])
-        if level == "rounded":
-            assert rank["amp"]["loss_scaler0"]["stochastic_rounding"]["steps"] == [2] * 8, "it draws nothing"
 
 
 def read_and_written(make: str) -> None:
@@ -293,6 +278,21 @@ class Lion(Each):
 
 
 def refused() -> None:
+    for form in ("split", "stochastic"):
+        model = sharded("O5")
+        optimizer = OPTIM.NAdam(model.parameters())
+        with pytest.raises(ValueError, match=f"'0.weight' is sharded, and master_weights='{form}' is not for shards"):
+            amp.initialize(model, optimizer, opt_level="O5", master_weights=form, verbosity=0)
+        later = sharded("O5", torch.bfloat16)
+        _, optimizer = amp.initialize(
+            own := nn.Linear(2, 2), OPTIM.NAdam(own.parameters()), opt_level="O5", master_weights=form, verbosity=0
+        )
+        with pytest.raises(ValueError, match=f"add_param_group: parameter 0 is sharded, .*'{form}' is not for shards"):
+            optimizer.add_param_group({"params": later.parameters()})
+        assert len(optimizer.param_groups) == 1
+    model = sharded("O5", torch.bfloat16)
+    with pytest.raises(ValueError, match=r"is sharded and torch.bfloat16; wanted trained shards in FP32"):
+        amp.initialize(model, OPTIM.NAdam(model.parameters()), opt_level="O5", verbosity=0)
     for name, match in (("Muon", "it multiplies the whole momentum by itself"), ("Adafactor", "a norm of the whole")):
         model = sharded("O5")
         if hasattr(OPTIM, name):
