@@ -30,7 +30,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy models: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo picture accuracy models test test-more test-all stories mutations test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo picture accuracy models test test-more test-all stories mutations test-versions test-release lint format bench rivals sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,12 @@ bench: $(VENV)/installed ## time kernels, Python calls, optimizers, whole steps,
 	mkdir -p out
 	for name in road kernels calls optimizer gradient_release step compile recording cpu_half norms; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
+RIVALS := .venv-rivals
+rivals: export KINETO_LOG_LEVEL ?= 99
+rivals: $(RIVALS)/installed ## AdamW beside that of torch, DeepSpeed, optimi, torchao, bitsandbytes and FlashOptim, on a CPU; JSON in out/
+	mkdir -p out
+	PYTHONPATH=. $(RIVALS)/bin/python benchmarks/rivals.py --json out/rivals.json
+
 sanitize: $(VENV)/installed ## the C++ code's tests with AddressSanitizer and UBSan, built in out/sanitize
 	PYTHON=$(BIN)/python sh tests/sanitize.sh
 
@@ -133,6 +139,16 @@ $(VENV)/ecosystem: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet "amp_patch[lightning,transformers,ecosystem]" "$(TORCH)"
 	$(BIN)/python -m pip install --quiet einops hjson msgpack psutil py-cpuinfo "pydantic>=2"
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --target $(VENV)/deepspeed --upgrade deepspeed==0.18.2
+	touch $@
+
+# An environment of its own: some of the packages patch torch, or want other versions of what the tests use. The
+# extension is the clone's, which is built for the same torch.
+$(RIVALS)/installed: $(VENV)/installed
+	$(PYTHON) -m venv $(RIVALS)
+	$(RIVALS)/bin/python -m pip install --quiet setuptools wheel ninja numpy "$(TORCH)"
+	$(RIVALS)/bin/python -m pip install --quiet torchao==0.18.0 torch-optimi==0.3.3 bitsandbytes==0.50.2 flashoptim==0.1.4 "$(TORCH)"
+	$(RIVALS)/bin/python -m pip install --quiet einops hjson msgpack psutil py-cpuinfo "pydantic>=2" tqdm
+	DS_BUILD_OPS=0 $(RIVALS)/bin/python -m pip install --quiet --no-build-isolation --no-deps deepspeed==0.18.2
 	touch $@
 
 # The models of docs/models.md. --no-deps: torchvision requires a torch that is not the CPU build.

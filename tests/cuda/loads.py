@@ -3,7 +3,8 @@
 A memory-bound kernel is as fast as the loads that it issues before it waits for the first. Each load names one of six
 barriers and each instruction those that it waits for (in bits 110 to 112 and 116 to 121 of its 128; from Volta on), so
 the count is what the GPU does, whatever the compiler put between. For each kernel: the fewest 16-byte loads, over its
-loops, that are in flight together. Fails where one of MAIN has fewer than it wants.
+loops, that are in flight together. Fails where one of MAIN has fewer than it wants, and where the cubin has kernels of
+a source but not all that the source should have.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ MAIN = {
     "Sgd": 3,
     "Adam": 4,  # a gradient, the states, the master
 }
+_STEPS = {f"{kernel}<{rule}>" for kernel in ("run_steps", "run_coded_steps") for rule in ("Sgd", "Adam")}
+# A kernel of a source -> all kernels that the source should have.
+NEEDED = {
+    "run_chunks": {f"run_chunks<{name}>" for name in MAIN if name not in ("Sgd", "Adam")},
+    "run_conversion": _STEPS,
+}
 _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;.*/\* 0x([0-9a-f]{16}) \*/")
 _CONTROL = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 _NAME = re.compile(
-    r"\b(run_chunks|run_steps|run_conversion)<(?:[^<>]*?\b[0-9]+, )?([A-Za-z]+)(<[^<>]*>)?(?:, (\w*Row)\b)?"
+    r"\b(run_chunks|run(?:_coded)?_steps|run_conversion)<(?:[^<>]*?\b[0-9]+, )?([A-Za-z]+)(<[^<>]*>)?(?:, (\w*Row)\b)?"
 )
 _NONE = 7  # the barrier of an instruction that sets none
 
@@ -97,6 +104,7 @@ def batches(code: list[Instruction], labels: dict[str, int]) -> dict[int, int]:
 def main() -> int:
     counts: dict[str, list[int]] = {}
     wanted: dict[str, int] = {}
+    seen: set[str] = set()
     for mangled, code, labels in kernels(sys.stdin):
         said = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout
         said = re.sub(r"amp_patch::|\(anonymous namespace\)::", "", said)
@@ -105,15 +113,20 @@ def main() -> int:
             continue
         kernel = f"{match[1]}<{match[2]}{match[3] or ''}>"
         counts.setdefault(kernel, []).extend(batches(code, labels).values() or [0])
-        wanted[kernel] = MAIN.get(match[2], 0)
+        seen |= {match[1], f"{match[1]}<{match[2]}>"}
+        # Codes are read by 4 bytes.
+        wanted[kernel] = 0 if match[1] == "run_coded_steps" else MAIN.get(match[2], 0)
     few = [name for name, found in counts.items() if min(found) < wanted[name]]
     for name, found in counts.items():
         print(f"  {name:<32} {min(found)} to {max(found)} loads of 16 bytes in flight together")
     for name in few:
         print(f"loads.py: {name}: {min(counts[name])} loads in flight, {wanted[name]} are wanted", file=sys.stderr)
+    missing = sorted(set().union(*(needed for kernel, needed in NEEDED.items() if kernel in seen)) - seen)
+    for name in missing:
+        print(f"loads.py: {name} is not in what nvdisasm said", file=sys.stderr)
     if not counts:
         print("loads.py: no kernel in what nvdisasm said", file=sys.stderr)
-    return 1 if few or not counts else 0
+    return 1 if few or missing or not counts else 0
 
 
 if __name__ == "__main__":
