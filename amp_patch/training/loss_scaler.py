@@ -79,6 +79,7 @@ class LossScaler:
         self._scale = torch.tensor(start, dtype=torch.float32, device="cpu")
         self._growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self._one = torch.tensor(1.0, dtype=torch.float32, device="cpu")
         self._newest: Tensor | None = None  # the flag of the newest backward pass, not in `_found_inf` yet
         self.skips = 0
         self._skips_in_a_row = 0
@@ -117,8 +118,8 @@ class LossScaler:
                     "scale_loss before the capture"
                 )
             self.defer()
-            self._scale, self._growth_tracker, self._found_inf = (
-                t.to(device) for t in (self._scale, self._growth_tracker, self._found_inf)
+            self._scale, self._growth_tracker, self._found_inf, self._one = (
+                t.to(device) for t in (self._scale, self._growth_tracker, self._found_inf, self._one)
             )
         return self
 
@@ -134,6 +135,14 @@ class LossScaler:
     def scale_tensor(self) -> Tensor:
         """The scale on its device: FP32, shape []."""
         return self._scale
+
+    def loss_factor(self) -> Tensor:
+        """Return the factor of a loss now, on the scale's device: FP32, shape []; 1 if the loss is not multiplied.
+
+        The result does not change with the scale, and must not be written.
+        """
+        # If the loss is not multiplied, the scale may still be another than 1, from a checkpoint of another level.
+        return self._scale.clone() if self.scales else self._one
 
     def record(self, found_inf: Tensor) -> None:
         """Store the overflow flag of one backward pass (FP32, one element, 1.0: overflow) until `update`; no sync."""

@@ -44,8 +44,12 @@ def decide(optimizer: Optimizer, stash: Stash, is_capturing: bool, may_skip: boo
     """
     on_device = may_skip and (is_capturing or not (stash.last_skipped or stash.policy.master_weights == STOCHASTIC))
     if on_device and _knows_of_each(optimizer, stash):
-        flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
-        overflow = flags.amax()
+        if len(stash.found) == 1:  # nearly always; without a launch
+            flags = stash.found[0][1].reshape(1)
+            overflow = flags[0]
+        else:
+            flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
+            overflow = flags.amax()
         if not is_capturing:
             stash.device_skips.append(
                 DeviceSkip([s for s, _ in stash.found], device_sync.DeviceNumbers(flags), overflow)

@@ -47,8 +47,7 @@ class Pending:
         self.scaler = scaler
         self.scaling, self.checking = scaler.scales, scaler.checks
         self.updates, self.edits = scaler.updates, scaler.edits
-        # If the level does not scale, the scaler may have a scale other than 1, from a checkpoint of another level.
-        self.scale = scaler.scale_tensor.clone() if scaler.scales else torch.ones_like(scaler.scale_tensor)
+        self.scale = scaler.loss_factor()
         self.found: FoundInf = {}
         self.held_back = self.local = False
 
