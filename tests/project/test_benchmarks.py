@@ -56,3 +56,13 @@ def test_the_optimizers_half_of_a_step_equals_plain_training(tmp_path):
         assert row["amp_patch bytes"] >= fewest - 0.1
         if "NAdam" not in row["work"] and "RMSprop" not in row["work"]:  # whose portions share a memory
             assert row["torch bytes"] >= row["amp_patch bytes"] - 0.1
+
+
+def test_rivals_are_timed_beside_the_levels_and_named_if_they_do_not_run(tmp_path):
+    here = {"torch composition, fused": 18, "torch fused, BF16": 8, "amp_patch O5": 16, "amp_patch O5+split": 14}
+    output, rows = run_benchmark("rivals", tmp_path, "--elements", "4096", "--only", *here, "FlashAdamW, BF16")
+    assert {row["rival"]: row["bytes"] for row in rows if "ratio" in row} == pytest.approx(here, abs=0.3)
+    assert {row["rival"]: row["guarantee"] for row in rows}["torch fused, BF16"] == "updates lost"
+    refused = rows[-1]  # it wants CUDA, or is not installed
+    assert refused["rival"] == "FlashAdamW, BF16" and "Error" in refused["refused"]
+    assert f"FlashAdamW, BF16: does not run here: {refused['refused']}" in output
