@@ -81,16 +81,9 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows = []
-    print(timing.heading(options))
-    print(timing.line(list(WIDTHS), WIDTHS))
-    for batch in options.batches:
-        for level in options.levels:
-            rows.append(compare(level, batch, options))
-            print(timing.line(list(rows[-1].values()), WIDTHS), flush=True)
-            timing.write_json(options, rows)
-            amp.restore()
+    timing.measure(
+        options, WIDTHS, (compare(level, batch, options) for batch in options.batches for level in options.levels)
+    )
 
 
 if __name__ == "__main__":

@@ -109,16 +109,9 @@ def main() -> None:
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--cpu-half", choices=("auto", "emulate", "native"), default="auto")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows = []
-    print(timing.heading(options))
-    print(timing.line(list(WIDTHS), WIDTHS))
-    for level in options.levels:
-        for inside in (False, True):
-            rows.append(compare(level, inside, options))
-            print(timing.line(list(rows[-1].values()), WIDTHS), flush=True)
-            timing.write_json(options, rows)
-            amp.restore()
+    timing.measure(
+        options, WIDTHS, (compare(level, inside, options) for level in options.levels for inside in (False, True))
+    )
 
 
 if __name__ == "__main__":

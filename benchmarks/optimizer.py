@@ -272,16 +272,9 @@ def main() -> None:
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows = []
-    print(timing.heading(options))
-    print(timing.line(list(WIDTHS), WIDTHS))
-    for name in options.only:
-        for dtype in options.dtypes:
-            rows.append(compare(name, options, dtype))
-            print(timing.line(list(rows[-1].values())[: len(WIDTHS)], WIDTHS), flush=True)
-            timing.write_json(options, rows)
-            amp.restore()
+    timing.measure(
+        options, WIDTHS, (compare(name, options, dtype) for name in options.only for dtype in options.dtypes)
+    )
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amp_patch import multi_tensor
+from amp_patch import amp, multi_tensor
 
 # Runs its subject once (or a few times) and returns the microseconds of one run.
 Timer = Callable[[], float]
@@ -206,3 +206,20 @@ def write_json(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -
         return
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({**about(options), "rows": list(rows)}, indent=1) + "\n")
+
+
+def measure(options: argparse.Namespace, widths: Mapping[str, int], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print a table, each row when it is measured, and write the rows so far; restore what `initialize` replaced.
+
+    Args:
+        rows: an iterator that measures a row when it is asked for one. The first columns are those of `widths`.
+    """
+    torch.set_num_threads(options.threads)
+    print(heading(options))
+    print(line(list(widths), widths))
+    done: list[Mapping[str, Any]] = []
+    for row in rows:
+        done.append(row)
+        print(line(list(row.values())[: len(widths)], widths), flush=True)
+        write_json(options, done)
+        amp.restore()
