@@ -222,7 +222,7 @@ def test_averaged_weights_are_those_of_the_masters_and_stay_when_the_fit_ends(le
 
     class Noted(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            masters.append([p.detach().clone() for p in amp.master_params(trainer.optimizers[0])])
+            masters.append([p.detach().float().clone() for p in amp.master_params(trainer.optimizers[0])])
 
     module = Classifier()
     trainer(OptLevelPrecision(level), callbacks=[Noted(), averages], enable_checkpointing=False).fit(module, loader())
@@ -233,4 +233,4 @@ def test_averaged_weights_are_those_of_the_masters_and_stay_when_the_fit_ends(le
     for mean, held, left in zip(expected, kept, module.parameters(), strict=True):
         torch.testing.assert_close(held.float(), mean, rtol=1e-6, atol=1e-7)
         # The callback copies its FP32 averages into weights of the level's type.
-        torch.testing.assert_close(left, mean, rtol=0 if level in ("O0", "O1", "O4") else 2**-7, atol=1e-7)
+        torch.testing.assert_close(left.float(), mean, rtol=0 if level in ("O0", "O1", "O4") else 2**-7, atol=1e-7)
