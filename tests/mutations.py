@@ -68,8 +68,8 @@ MUTATIONS = (
     ),
     Mutation(
         "keep_fp32: a view of a result has its FP32 numbers",
-        "if known in _OF_VIEWS:",
-        "if known in _OF_VIEWS and known is not Tensor.__getitem__:",
+        "if function in _OF_VIEWS:",
+        "if function in _OF_VIEWS and function is not Tensor.__getitem__:",
         ("test_kept_results.py",),
     ),
     Mutation(
