@@ -30,7 +30,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy models: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo picture accuracy models test test-more test-all stories mutations test-versions test-release lint format bench rivals sanitize cuda-compile gpu-check clean
+.PHONY: help demo picture accuracy models test test-more test-all stories mutations test-versions test-release test-arm lint format bench rivals sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,10 @@ test-versions: ## `test` on each torch and Python that we declare, or on ONLY="2
 # Minutes each, for what rarely changes: by hand, before a release.
 test-release: $(VENV)/installed ## README's lines in a bare environment, with the extension; kernels on all 2**32 patterns
 	$(PYTEST_FILES) -m release
+
+# On Linux on x86-64, with Debian's qemu-user-static and g++-aarch64-linux-gnu: no machine with such a processor is needed.
+test-arm: $(VENV)/installed ## quick tests on an emulated ARM processor, those that tell most first; MINUTES=30 ONLY="tests/casts ..."
+	nice -n 5 $(BIN)/python tests/arm.py $(if $(MINUTES),--minutes $(MINUTES)) $(ONLY)
 
 lint: $(VENV)/installed ## ruff, mypy, the order of the imports and clang-format; changes nothing
 	$(BIN)/ruff check .

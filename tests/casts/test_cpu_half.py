@@ -279,6 +279,9 @@ def no_extension(name: str) -> Any:
         ("amx_fp16", True, False),
         ("fp asimdhp", True, False),
         ("fp asimdhp bf16", True, True),
+        ("fp asimd evtstrm aes crc32", False, False),  # Cortex-A72
+        ("fp asimd fphp asimdhp asimddp", True, False),  # Graviton 2
+        ("fp asimd fphp asimdhp sve svebf16 i8mm bf16", True, True),  # Graviton 3
     ],
 )
 def test_the_system_names_arithmetic(flags, fp16, bf16, monkeypatch, tmp_path):
