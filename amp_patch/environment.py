@@ -1,7 +1,7 @@
 """Opt levels from outside the code: names with rungs ("O5+split"), and environment variables that override a script.
 
-A rung is a word after the level's name. It sets an option of `initialize` that stores masters or the optimizer's state
-in fewer bytes, or the format of products at O6 and O7 ("O6+mxfp8"). `RUNGS` lists them.
+A rung is a word after the level's name. It sets an option of `initialize` that stores masters, the optimizer's state or
+activations in fewer bytes, or the format of products at O6 and O7 ("O6+mxfp8"). `RUNGS` lists them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ RUNGS = {
     SPLIT: ("master_weights", SPLIT),
     STOCHASTIC: ("master_weights", STOCHASTIC),
     "8bit": ("optimizer_state", "8bit"),
+    "act8": ("saved_activations", "8bit"),
 }
 
 Choice = TypeVar("Choice")
@@ -151,6 +152,7 @@ def name_of(policy: Policy) -> str:
     masters = None if policy.cast_model_type is None else policy.master_weights
     state = policy.optimizer_state
     found = {"dtype": policy.product_format, "master_weights": masters, "optimizer_state": state}
+    found["saved_activations"] = policy.saved_activations
     return str(NamedLevel(policy.opt_level, {option: value for option, value in found.items() if value is not None}))
 
 

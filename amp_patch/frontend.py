@@ -17,7 +17,7 @@ from amp_patch.environment import overridden, with_asked_methods, with_asked_mod
 from amp_patch.model import incoming, ranges
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, with_mixed_types
-from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
+from amp_patch.policy import Activations, Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
 from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
@@ -91,6 +91,7 @@ def initialize(
     skip_nonfinite: Flag | None = None,
     low_precision_norms: Flag | None = None,
     optimizer_state: State | None = None,
+    saved_activations: Activations | None = None,
     fp32_state: ParamRule | Iterable[ParamRule] = (),
     gradient_release: Flag = False,
 ) -> Any:
@@ -175,6 +176,9 @@ def initialize(
             FP32, as under torch.autocast.
         optimizer_state: "8bit" quantizes the optimizers' large FP32 state to 8 bits; reads of the state return FP32.
             Refused by name at O3, and for optimizers other than torch.optim's, FusedAdam and FusedSGD.
+        saved_activations: "8bit" stores the floating tensors of 4,096 elements or more that autograd saves in the
+            models' forwards as E4M3 codes with a scale for each 256 elements, and decodes them in backward (the idea of
+            ActNN, 2021). At O1, O2, O4 and O5; refused under `fully_shard`. Parameters and statistics stay exact.
         fp32_state: parameters whose state stays FP32 under optimizer_state="8bit" (embeddings, heads): the parameters,
             their qualified names, or their modules, named as in `keep_fp32`.
         gradient_release: step each parameter during backward, with the same bits as a step afterwards, and free its

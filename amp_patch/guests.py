@@ -10,7 +10,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from amp_patch.around import captured, ddp, fsdp, named_states, wrappers, zero_redundancy
 from amp_patch.around.shared_backward import SharedBackward
 from amp_patch.masters import clipping
-from amp_patch.model import copies, edited_dicts, incoming, keep_high, kept_module, masks, mixed_calls
+from amp_patch.model import (
+    copies,
+    edited_dicts,
+    incoming,
+    keep_high,
+    kept_module,
+    masks,
+    mixed_calls,
+    saved_activations,
+)
 from amp_patch.model import joints as of_forward
 from amp_patch.policy import SPLIT, STOCHASTIC
 from amp_patch.storage import coded_steps, compressed_states
@@ -26,7 +35,7 @@ from amp_patch.ways.portions import IN_PORTIONS
 
 def enter() -> None:
     """Register all features; called once, at the import of amp_patch."""
-    in_order = mixed_calls, written_buffers, edited_dicts, kept_module, first_inputs, masks
+    in_order = saved_activations, mixed_calls, written_buffers, edited_dicts, kept_module, first_inputs, masks
     of_forward.choosers += [guest.choose for guest in in_order]
     of_forward.overrides += [rounded_saves.warning_methods]
     of_forward.copied += [copies.copied, incoming.copied]
@@ -39,7 +48,7 @@ def enter() -> None:
     joints.beside_scale += [beside_scale]
     joints.keepers += [coded_steps]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
-    joints.check_models += [fsdp.check_shards, ddp.check_ddp]
+    joints.check_models += [fsdp.check_shards, ddp.check_ddp, saved_activations.check]
     joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]
     joints.retyped += [ddp.reduce_anew]
     register_module_module_registration_hook(ddp.note_ddp)

@@ -20,6 +20,7 @@ ProductFormat = Literal["fp8", "fp8_tensorwise", "mxfp8", "mxfp8_floor", "nvfp4"
 CpuHalf = Literal["auto", "emulate", "native"]
 Closed = Literal["split", "stochastic"]
 State = Literal["8bit"]
+Activations = Literal["8bit"]
 Flag = bool | Literal["True", "False"]
 CPU_HALF = get_args(CpuHalf)
 PRODUCT_FORMATS: tuple[str, ...] = get_args(ProductFormat)  # described in `FORMATS` of casts/formats.py
@@ -31,6 +32,9 @@ CLOSED = (SPLIT, STOCHASTIC)  # masters without FP32 memory
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 _DEFAULT_MIN_SCALE = 2.0**-24  # the inverse of initialize()'s default cap, 2**24
+
+
+_TOLD_IF_SET = ("skip_nonfinite", "low_precision_norms", "optimizer_state", "saved_activations")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Policy:
         product_format: the format that the operands of products are rounded to, from `PRODUCT_FORMATS`
             (casts/low_bit.py); None for none.
         optimizer_state: "8bit" quantizes the optimizer's FP32 state; None leaves it.
+        saved_activations: "8bit" quantizes what autograd saves in the model's forward; None leaves it.
         keep_buffers_fp32: whether the buffers of a cast model stay FP32.
         mixes_types: whether calls in a cast model that get FP32 and low precision are cast as at O1.
     """
@@ -88,13 +93,14 @@ class Policy:
     low_precision_norms: bool = False
     product_format: str | None = None
     optimizer_state: str | None = None
+    saved_activations: str | None = None
     keep_buffers_fp32: bool = False
     mixes_types: bool = False
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
         more = ["cpu_half"] * self.makes_low_tensors
-        more += [name for name in ("skip_nonfinite", "low_precision_norms", "optimizer_state") if getattr(self, name)]
+        more += [name for name in _TOLD_IF_SET if getattr(self, name)]
         more += ["product_format"] * (self.product_format is not None)
         described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *more))
         return f"{self.opt_level} ({self.dtype}): {described}"
@@ -167,6 +173,7 @@ _LEVELS_MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PRODUCT_FORMATS, ("O6", "O7")),
 }
 
+_CODES_ACTIVATIONS = ("O1", "O2", "O4", "O5")  # the levels that take saved_activations
 _OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_half")  # options that every level accepts
 
 
@@ -188,6 +195,7 @@ class Options:
     skip_nonfinite: bool | str | None = None
     low_precision_norms: bool | str | None = None
     optimizer_state: str | None = None
+    saved_activations: str | None = None
     fp32_state: bool = False  # whether the caller names parameters for it
     min_loss_scale: float | None = None
     max_loss_scale: float | None = None
@@ -253,6 +261,8 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
         policy = _with_low_precision_norms(policy, opt_level) if norms else replace(policy, low_precision_norms=False)
     state = policy.optimizer_state if given.optimizer_state is None else given.optimizer_state
     policy = _with_optimizer_state(policy, opt_level, state)
+    if given.saved_activations is not None:
+        policy = _with_saved_activations(policy, opt_level, given.saved_activations)
     if given.fp32_state and policy.optimizer_state is None:
         raise ValueError(
             "initialize: fp32_state names parameters whose optimizer state is to stay FP32, and optimizer_state is "
@@ -398,6 +408,17 @@ def _with_optimizer_state(policy: Policy, opt_level: str, state: Any) -> Policy:
             "master_weights='stochastic', which has no masters in memory either"
         )
     return replace(policy, optimizer_state=state)
+
+
+def _with_saved_activations(policy: Policy, opt_level: str, value: Any) -> Policy:
+    if value not in get_args(Activations):
+        raise ValueError(f"initialize: saved_activations is {value!r}; wanted '8bit' or None")
+    if policy.opt_level not in _CODES_ACTIVATIONS:
+        raise ValueError(
+            f"initialize: saved_activations={value!r} is for the levels {', '.join(_CODES_ACTIVATIONS)} and got "
+            f"opt_level {opt_level!r}; take one of these, or leave saved_activations out"
+        )
+    return replace(policy, saved_activations=value)
 
 
 def _with_low_precision_norms(policy: Policy, opt_level: str) -> Policy:

@@ -10,6 +10,7 @@ OPTIONS = {
     "split": '`master_weights="split"`',
     "stochastic": '`master_weights="stochastic"`',
     "8bit": '`optimizer_state="8bit"`',
+    "act8": '`saved_activations="8bit"`',
     "gradient_release": "`gradient_release=True`",
     "formats": "O6, O7",
 }
@@ -45,6 +46,10 @@ _REFUSED = {
     ("8bit", "CUDA graphs"): (
         "no replay would encode what was written into the state: leave the step out of the graph, or optimizer_state "
         "at None"
+    ),
+    ("act8", "FSDP2"): (
+        "the weights that it gathers cannot be told from activations, and would be coded too: leave saved_activations "
+        "at None, or checkpoint the activations"
     ),
     ("gradient_release", "a closure"): "they come when the step has begun: call the closure's body first",
     ("gradient_release", "FSDP2"): _PROCESSES,

@@ -90,12 +90,24 @@ def _may_exchange_saved() -> bool:
     checkpointing or of the user are active, because the hooks of `Upcast` would hide the tensors from them. Hooks of a
     recording (diagnose/recording/) are no obstacle: they only count.
     """
-    topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()  # before `is_plain_eager`, which torch 2.6 cannot trace
         and is_plain_eager()
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        and topmost is not None
-        and ((top := topmost(False)) is None or getattr(top[0], "_amp_counts", False))
+        and _TOPMOST is not None
+        and not other_hooks()
     )
+
+
+_TOPMOST = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
+
+
+def other_hooks() -> bool:
+    """Tell whether saved-tensors hooks are disabled, or those of code other than a recording are the innermost ones.
+
+    Before torch 2.8 other hooks are not seen.
+    """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return True
+    top = None if _TOPMOST is None else _TOPMOST(False)
+    return top is not None and not getattr(top[0], "_amp_counts", False)

@@ -25,6 +25,7 @@ Files, the first one to read first:
 - `ranges.py`: weights and buffers that the type cannot hold
 - `copies.py`: copies and pickles of cast models
 - `fp32_copies.py`: plain FP32 copies
+- `saved_activations.py`: activations in eight bits: what autograd saves in a forward is stored as codes
 - `averages.py`: averages of a cast model's weights: torch's AveragedModel reads the FP32 masters, and `lerp`
   promotes mixed types
 - `part_loads.py`: loads into a module inside a model

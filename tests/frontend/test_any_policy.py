@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "skip_nonfinite": (True,),
     "low_precision_norms": (True,),
     "optimizer_state": ("8bit",),
+    "saved_activations": ("8bit",),
     "fp32_state": (True,),
 }
 levels = st.sampled_from(list(OPT_LEVELS))

@@ -24,6 +24,7 @@ OF_OPTION: dict[str, dict[str, Any]] = {
     "split": {"opt_level": "O5", "master_weights": "split"},
     "stochastic": {"opt_level": "O5", "master_weights": "stochastic"},
     "8bit": {"opt_level": "O5", "optimizer_state": "8bit"},
+    "act8": {"opt_level": "O5", "saved_activations": "8bit"},
     "gradient_release": {"opt_level": "O5", "gradient_release": True},
     "formats": {"opt_level": "O7"},
 }
