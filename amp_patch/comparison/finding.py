@@ -114,11 +114,6 @@ class Finding:
     gap: Gap | None = None
 
     @property
-    def no_quality(self) -> str:
-        """`unjudged`, if the results measure no quality; "" for results of few steps, which a gate may compare."""
-        return "" if self.unjudged == "few steps" else self.unjudged
-
-    @property
     def promising(self) -> bool:
         """Whether the level is undecided for lack of an interval (one seed), with a gap within the margin.
 

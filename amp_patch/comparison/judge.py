@@ -73,7 +73,7 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
     if why != unjudged.CONSTANT and ours == theirs and all(same_losses(*pair) for pair in pairs):
         why, found = unjudged.FP64 * (base.own_weights == unjudged.FP64), replace(found, kind="within", to_the_bit=True)
     elif not why and 0 < min(run.steps for run in (*level.runs, *base.runs)) < unjudged.LEAST_STEPS:
-        why = "few steps"
+        why = unjudged.SHORT
     elif not why and unjudged.is_too_good(level, base, metric, sign):
         why = "too good"
     if why or found.to_the_bit:

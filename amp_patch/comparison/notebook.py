@@ -172,7 +172,7 @@ def assert_level(
         raise AssertionError(f"assert_level: O0 has no result beside {level}: {compared.why_nothing()}")
     if found.rejected or _is_bad(found) or (found.gap is not None and found.gap.told == "worse"):
         raise AssertionError(f"assert_level: {tested.name}: {tested.verdict.text}")
-    if found.no_quality:
+    if found.unjudged:
         raise AssertionError(f"assert_level: {tested.name} is not judged: {tested.verdict.text}")
     if not _decided(compared):
         warnings.warn(

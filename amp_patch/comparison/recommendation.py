@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from amp_patch.comparison.level_result import LevelResult, saved_memory
 from amp_patch.comparison.measures import ALIKE, Ratio
 from amp_patch.comparison.plan import MEMORY, MIN_GAIN, SPEED
-from amp_patch.comparison.unjudged import in_words
+from amp_patch.comparison.unjudged import SHORT, in_words
 from amp_patch.comparison.verdict import memory_in_words, more_seeds, percent_of, speed_in_words
 from amp_patch.diagnose.recording.run import NATIVE
 from amp_patch.diagnose.wording import counted, fine_percent, listed, ratio, relative_size, signed
@@ -187,7 +187,7 @@ def summary(found: Recommendation, base: LevelResult) -> str:
     best = found.level
     if best is not base:
         return f"{'So far' if found.so_far else 'Keep' if best.level == NATIVE else 'Use'} {best.name}: {gains(found)}."
-    few = all(level.finding.unjudged == "few steps" for levels in found.because.values() for level in levels)
+    few = all(level.finding.unjudged == SHORT for levels in found.because.values() for level in levels)
     why = "" if few else f": {of_others(found, base)}"  # a note says how few steps they are
     return f"{stay(found)} {base.name}{'' if found.sure else ' for now'}{why}."
 

@@ -77,7 +77,7 @@ def answers(before: Comparison, now: Comparison, named: str = "") -> Answers:
         runs = [*later.all_runs, *(now.baseline.runs if now.baseline is not None else [])]
         earlier = [known.get((run.level, run.seed), Run("")) for run in runs]
         same = all(same_losses(*each) for each in zip(runs, earlier, strict=True))
-        why = later.finding.no_quality
+        why = later.finding.unjudged
         if why and (why == CONSTANT or not same):
             found.missing.append(Regression(name, "; ".join(in_words(why, later, now.baseline or later))))
         elif same and [run.logged.get(now.metric) for run in runs] == [run.logged.get(now.metric) for run in earlier]:
@@ -146,7 +146,7 @@ def _growth(level: LevelResult, later: LevelResult, before: Comparison, now: Com
     None with fewer than two equal seeds, or if the level is not judged.
     """
     base = now.baseline
-    if before.baseline is None or base is None or level.level == base.level or later.finding.no_quality:
+    if before.baseline is None or base is None or level.level == base.level or later.finding.unjudged:
         return None
     earlier, gaps = _gaps(level, before.baseline), _gaps(later, base)
     grown = [gaps[seed] - earlier[seed] for seed in earlier if seed in gaps]

@@ -8,6 +8,7 @@ from amp_patch.comparison import headline, measures, named_lines
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.measures import LOSS
+from amp_patch.comparison.unjudged import SHORT
 from amp_patch.comparison.verdict import failures_in_words, percent_of
 from amp_patch.diagnose import wording
 from amp_patch.diagnose.text_table import in_columns
@@ -65,7 +66,7 @@ def _reasons(comparison: Comparison, colours: bool) -> list[str]:
     """Return the reasons against levels that failed, are not to be used or cannot be judged."""
     found = []
     told = [level for level in comparison.levels if headline.state(level, comparison) in ("bad", "unsure")]
-    told = [level for level in told if level is not comparison.recommended and level.finding.unjudged != "few steps"]
+    told = [level for level in told if level is not comparison.recommended and level.finding.unjudged != SHORT]
     told = [level for level in told if level.verdict.reason]
     width = max((len(level.name) for level in told), default=0)
     for level in told:

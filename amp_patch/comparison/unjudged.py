@@ -28,7 +28,7 @@ _STEPS_OF_TYPE = 4  # losses that lie further apart in these steps than so many 
 _LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "nll", "mse", "mae", "fid")  # parts of metrics' names
 
 LEAST_STEPS, FEW_STEPS = 10, 30  # fewer steps than the first decide nothing; fewer than the second, little
-FP64, CONSTANT = "FP64", "constant"
+FP64, CONSTANT, SHORT = "FP64", "constant", "few steps"
 # Reasons for which the baseline's results tell nothing of a collapse, and reasons that lie in the level, not in them.
 NO_BOUND = ("sum", "both ways", "rises", "direction", CONSTANT)
 OF_LEVEL = ("length", "rounded", "too good")
@@ -42,7 +42,7 @@ _WHY = {
     "around 0": "the baseline's loss changes its sign and does not fall, as a policy gradient's",
     CONSTANT: "the baseline's is the same at every step: it measures nothing",
     FP64: "the script's weights are FP64, which this level leaves as they are: every loss is O0's",
-    "few steps": f"it has fewer than {LEAST_STEPS} steps",
+    SHORT: f"it has fewer than {LEAST_STEPS} steps",
     "length": "it made {steps} of O0's {of}: by early stopping, or after an error that the script catches",
     "scale": "{skipped} of {of} were the search for a loss scale: O0 was as far that many steps before its end",
     "rounded": "from the same weights and batches, first losses lie up to {apart} % apart: its forward rounds the loss",
@@ -53,7 +53,7 @@ _WAY_OUT = {
     "rises": f"add --maximize if the training maximizes it; if not, {_BY_METRIC}",
     "direction": "add --maximize, or leave it out",
     FP64: "make the model and its inputs FP32, and compare again",
-    "few steps": f"train for at least {FEW_STEPS} steps",
+    SHORT: f"train for at least {FEW_STEPS} steps",
     "length": f"look into its log; if the training ends by itself, {_BY_METRIC}",
     "scale": "train for more steps",
     "rounded": f"compute the loss from FP32 numbers, or {_BY_METRIC}",

@@ -329,6 +329,16 @@ def test_compare_and_assert_level_do_not_judge(name):
         amp.assert_level(build, level, seeds=2)
 
 
+@pytest.mark.parametrize(("lr", "seeds_"), [(0.1, 1), (0.1, 3), (1e-5, 3)])
+def test_a_gate_that_saw_few_steps_judges_nothing_and_says_so(lr, seeds_):
+    """Also if the gaps of so few steps lie within the margin, as at a tiny learning rate: nothing was trained yet."""
+    finding = amp.compare(small(lr=lr), ["O5"], seeds=seeds_, steps=9, verbosity=0).levels[1].finding
+    assert (finding.kind, finding.unjudged) == ("unjudged", "few steps")
+    with pytest.raises(AssertionError, match=r"O5 BF16 is not judged: .*fewer than 10 steps; train for at least 30"):
+        amp.assert_level(small(lr=lr), "O5", seeds=seeds_, steps=9, margin=50)
+    amp.assert_level(small(lr=1e-5), "O5", seeds=3, steps=10, margin=50)
+
+
 def test_a_maximizing_optimizer_turns_the_direction():
     made = amp.compare(small(maximize=True), ["O5"], seeds=2, steps=40, verbosity=0)
     assert made.maximize and made.baseline.runs[0].maximized == "all"
