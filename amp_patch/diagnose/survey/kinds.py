@@ -126,7 +126,6 @@ class Facts:
         finite: the levels at which a mask in it stays finite, since user code takes the smallest, or the largest,
             number of the type.
         guard: the number that keeps it away from 0, but rounds to 0 at a level.
-        lost: if it is a sum, kind of levels -> the size of the addends that rounding has dropped from it so far.
         line: if it is learned and has one element, the line that made it.
         name: if it is an input or a buffer of the model, its name for messages; "" for other tensors.
     """
@@ -141,7 +140,6 @@ class Facts:
     infinite: Kinds = NONE
     finite: Kinds = NONE
     guard: Guard | None = None
-    lost: dict[Kind, float] = field(default_factory=dict)
     line: Place | None = None
     name: str = ""
 

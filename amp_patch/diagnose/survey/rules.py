@@ -19,8 +19,6 @@ from amp_patch.diagnose.survey.masks import is_two_valued_mask
 from amp_patch.diagnose.survey.ranges import RANGES
 
 _PIXEL = 0.25  # a larger error of a coordinate, in pixels, is reported
-_LOST = 0.1  # a sum that has lost more than this share of itself is reported
-_FEW = 4096  # a sum of more elements is no total of a loop
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
 _OF_WHOLE = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "searchsorted", "bucketize", "long", "int", "to", "type")
 _DIFFERENCES = (
@@ -89,28 +87,6 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
         what = f"the targets of {call.op} are numbers up to {number(most)}, where {type_names(kinds)} has steps of "
         edit = "take the mean off the targets and divide by their spread; or the loss outside of the model"
         yield Finding(kinds, f"{what}{number(steps)}", edit)
-
-
-def _totals_stand_still(call: Call) -> Iterator[Finding]:
-    """Find sums in a loop (`total = total + x`) to which low precision adds nothing, since x is below half a step."""
-    if call.op != "add" or len(call.inputs) != 2 or not call.outputs:
-        return
-    tensor, facts = call.outputs[0]
-    if not (facts.learned and facts.low and tensor.numel() <= _FEW):
-        return
-    sizes = [max(map(abs, call.range(each))) for each, _ in call.inputs]
-    total = sizes.index(max(sizes))
-    most, small = sizes[total], min(sizes)
-    if not most > 0:
-        return
-    lost = dict(call.inputs[total][1].lost)
-    for kind in facts.low:
-        if small < kind.step * 2.0 ** math.floor(math.log2(most)):
-            lost[kind] = lost.get(kind, 0.0) + small
-    facts.lost = lost
-    if kinds := frozenset(kind for kind, each in lost.items() if kind in facts.low and each > _LOST * most):
-        what = f"a sum of many numbers reaches {number(most)}, and in low precision it stands still before that"
-        yield Finding(kinds, what, "x.float() in the sum, or torch.stack(...).sum()")
 
 
 # Errors, refusals and requests
@@ -251,7 +227,6 @@ def _loss_is_coarse(call: Call) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     *RANGES,
-    _totals_stand_still,
     _pixels_move,
     _fails,
     _gradients_are_refused,
