@@ -17,7 +17,7 @@ from amp_patch.environment import overridden, with_asked_methods, with_asked_mod
 from amp_patch.model import incoming, ranges
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import KeepFP32, ParamRule, with_mixed_types
-from amp_patch.policy import Activations, Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, ProductFormat, State, resolve
 from amp_patch.support import compiled, fsdp
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
@@ -91,7 +91,7 @@ def initialize(
     skip_nonfinite: Flag | None = None,
     low_precision_norms: Flag | None = None,
     optimizer_state: State | None = None,
-    saved_activations: Activations | None = None,
+    saved_activations: State | None = None,
     fp32_state: ParamRule | Iterable[ParamRule] = (),
     gradient_release: Flag = False,
 ) -> Any:

@@ -20,7 +20,6 @@ ProductFormat = Literal["fp8", "fp8_tensorwise", "mxfp8", "mxfp8_floor", "nvfp4"
 CpuHalf = Literal["auto", "emulate", "native"]
 Closed = Literal["split", "stochastic"]
 State = Literal["8bit"]
-Activations = Literal["8bit"]
 Flag = bool | Literal["True", "False"]
 CPU_HALF = get_args(CpuHalf)
 PRODUCT_FORMATS: tuple[str, ...] = get_args(ProductFormat)  # described in `FORMATS` of casts/formats.py
@@ -32,9 +31,6 @@ CLOSED = (SPLIT, STOCHASTIC)  # masters without FP32 memory
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 _DEFAULT_MIN_SCALE = 2.0**-24  # the inverse of initialize()'s default cap, 2**24
-
-
-_TOLD_IF_SET = ("skip_nonfinite", "low_precision_norms", "optimizer_state", "saved_activations")
 
 
 @dataclass(frozen=True)
@@ -53,21 +49,16 @@ class Policy:
         loss_scale: "dynamic", or a positive static scale.
         cast_model_outputs: dtype for floating outputs of the model. None: FP32 if the model is cast, else unchanged.
         min_loss_scale, max_loss_scale: the range of a dynamic scale.
-        init_scale, growth_factor, backoff_factor, growth_interval: the start and the changes of a dynamic scale; see
-            `LossScaler`.
+        init_scale, growth_factor, backoff_factor, growth_interval: of a dynamic scale; see `LossScaler`.
         allow_banned: whether functions without a safe low-precision form run in FP32 instead of being refused.
         cpu_half: how FP16 and BF16 tensors on a CPU are multiplied (casts/cpu_half.py): "native", "emulate", or one of
             the results of `decide_cpu_half`; "auto" until that has decided.
-        op_lists: the lists whose rules the patched functions follow: "torch", or "apex" (oplists.py) for scripts
-            written for Apex. `casts.install("apex")` then installs the names that only Apex listed.
-        skip_nonfinite: whether a step with non-finite gradients is skipped even if no loss is scaled. With loss scaling
-            such a step is always skipped.
-        low_precision_norms: whether layer, RMS and group norms under patched functions return the type of an FP16 or
-            BF16 input, as batch norms do. If not, they return FP32.
+        op_lists: the lists whose rules the patched functions follow: "torch" or "apex" (oplists.py).
+        skip_nonfinite: whether steps with non-finite gradients are skipped even if no loss is scaled.
+        low_precision_norms: whether layer, RMS and group norms under patched functions return their low input's type.
         product_format: the format that the operands of products are rounded to, from `PRODUCT_FORMATS`
             (casts/low_bit.py); None for none.
-        optimizer_state: "8bit" quantizes the optimizer's FP32 state; None leaves it.
-        saved_activations: "8bit" quantizes what autograd saves in the model's forward; None leaves it.
+        optimizer_state, saved_activations: "8bit" quantizes FP32 state, and what autograd saves; None leaves it.
         keep_buffers_fp32: whether the buffers of a cast model stay FP32.
         mixes_types: whether calls in a cast model that get FP32 and low precision are cast as at O1.
     """
@@ -100,7 +91,8 @@ class Policy:
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
         more = ["cpu_half"] * self.makes_low_tensors
-        more += [name for name in _TOLD_IF_SET if getattr(self, name)]
+        told = ("skip_nonfinite", "low_precision_norms", "optimizer_state", "saved_activations")
+        more += [name for name in told if getattr(self, name)]
         more += ["product_format"] * (self.product_format is not None)
         described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *more))
         return f"{self.opt_level} ({self.dtype}): {described}"
@@ -173,7 +165,6 @@ _LEVELS_MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PRODUCT_FORMATS, ("O6", "O7")),
 }
 
-_CODES_ACTIVATIONS = ("O1", "O2", "O4", "O5")  # the levels that take saved_activations
 _OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_half")  # options that every level accepts
 
 
@@ -181,8 +172,7 @@ _OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_half")
 class Options:
     """A caller's overrides of a level, unchecked; `initialize` documents each. None: the level's own value.
 
-    Booleans may be the strings "True" and "False", and the loss scale a number in a string, because scripts pass
-    argparse's strings through (Apex's examples do).
+    Booleans may be the strings "True" and "False", and the loss scale a number in a string, as argparse gives them.
     """
 
     dtype: torch.dtype | str | None = None  # the first field: environment.py checks the other options with it
@@ -261,8 +251,7 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
         policy = _with_low_precision_norms(policy, opt_level) if norms else replace(policy, low_precision_norms=False)
     state = policy.optimizer_state if given.optimizer_state is None else given.optimizer_state
     policy = _with_optimizer_state(policy, opt_level, state)
-    if given.saved_activations is not None:
-        policy = _with_saved_activations(policy, opt_level, given.saved_activations)
+    policy = _with_saved_activations(policy, opt_level, given.saved_activations or policy.saved_activations)
     if given.fp32_state and policy.optimizer_state is None:
         raise ValueError(
             "initialize: fp32_state names parameters whose optimizer state is to stay FP32, and optimizer_state is "
@@ -399,8 +388,7 @@ def _with_masters(policy: Policy, masters: bool | str) -> Policy:
 
 def _with_optimizer_state(policy: Policy, opt_level: str, state: Any) -> Policy:
     if state not in (None, *OPTIMIZER_STATES):
-        wanted = " or ".join(map(repr, (*OPTIMIZER_STATES, None)))
-        raise ValueError(f"initialize: optimizer_state is {state!r}; wanted {wanted}")
+        raise ValueError(f"initialize: optimizer_state is {state!r}; wanted '8bit' or None")
     if state is not None and policy.cast_model_type is not None and not policy.master_weights:
         raise ValueError(
             f"initialize: optimizer_state={state!r} contradicts opt_level {opt_level!r} without masters, whose "
@@ -410,14 +398,10 @@ def _with_optimizer_state(policy: Policy, opt_level: str, state: Any) -> Policy:
     return replace(policy, optimizer_state=state)
 
 
-def _with_saved_activations(policy: Policy, opt_level: str, value: Any) -> Policy:
-    if value not in get_args(Activations):
-        raise ValueError(f"initialize: saved_activations is {value!r}; wanted '8bit' or None")
-    if policy.opt_level not in _CODES_ACTIVATIONS:
-        raise ValueError(
-            f"initialize: saved_activations={value!r} is for the levels {', '.join(_CODES_ACTIVATIONS)} and got "
-            f"opt_level {opt_level!r}; take one of these, or leave saved_activations out"
-        )
+def _with_saved_activations(policy: Policy, level: str, value: Any) -> Policy:
+    if value not in (None, "8bit") or (value and policy.opt_level not in ("O1", "O2", "O4", "O5")):
+        wanted = "wanted None, or '8bit' at O1, O2, O4 or O5"
+        raise ValueError(f"initialize: saved_activations is {value!r} at opt_level {level!r}; {wanted}")
     return replace(policy, saved_activations=value)
 
 

@@ -87,7 +87,7 @@ class _Saves:
         if found is None or found[0].expired():  # a later tensor may have the memory of a freed one
             flat = x.as_strided((x.numel(),), (1,)) if dense else x.reshape(-1)
             found = self._made[key] = (StorageWeakRef(storage), *_encode(flat))
-        stride = x.stride() if dense else torch.empty(x.shape, device="meta").stride()
+        stride = x.stride() if dense else torch.empty(x.shape, dtype=x.dtype, device="meta").stride()
         return _Coded(found[1], found[2], x.dtype, x.shape, stride)
 
     def _takes(self, saved: Tensor, largest: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol, TypedDict, TypeVar
 import torch
 
 from amp_patch.model.keep_fp32 import KeepFP32, ParamRule
-from amp_patch.policy import Activations, Closed, CpuHalf, Flag, LowName, OptLevel, ProductFormat, State
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, OptLevel, ProductFormat, State
 
 
 class Steps(Protocol):
@@ -65,7 +65,7 @@ class Keywords(TypedDict, total=False):
     skip_nonfinite: Flag | Else | None
     low_precision_norms: Flag | Else | None
     optimizer_state: State | Else | None
-    saved_activations: Activations | Else | None
+    saved_activations: State | Else | None
     fp32_state: ParamRule | Iterable[ParamRule] | Else
     gradient_release: Flag | Else
 

@@ -310,9 +310,11 @@ def test_an_overflow_in_a_coded_tensor_is_still_found():
 @pytest.mark.parametrize("level", ["O0", "O3", "O6", "O7"])
 def test_other_levels_refuse_it_by_name(level):
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"saved_activations='8bit' is for the levels O1, O2, O4, O5 and got"):
+    with pytest.raises(
+        ValueError, match=r"saved_activations is '8bit' at opt_level 'O\d'; wanted None, or '8bit' at O1, O2, O4 or O5"
+    ):
         amp.initialize(model, opt_level=level, saved_activations="8bit")
-    with pytest.raises(ValueError, match=r"saved_activations is 'int4'; wanted '8bit' or None"):
+    with pytest.raises(ValueError, match=r"saved_activations is 'int4' at opt_level 'O5'; wanted None, or '8bit'"):
         amp.initialize(model, opt_level="O5", saved_activations="int4")
     assert type(model) is nn.Linear
 
