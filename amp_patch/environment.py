@@ -150,9 +150,11 @@ def name_of(policy: Policy) -> str:
     """Return the name of a policy's level, with its rungs."""
     # The weights of an FP32 model have no masters, even if the option was passed.
     masters = None if policy.cast_model_type is None else policy.master_weights
-    state = policy.optimizer_state
-    found = {"dtype": policy.product_format, "master_weights": masters, "optimizer_state": state}
-    found["saved_activations"] = policy.saved_activations
+    found = {
+        "dtype": policy.product_format,
+        "master_weights": masters,
+        **{name: getattr(policy, name) for name in ("optimizer_state", "saved_activations")},
+    }
     return str(NamedLevel(policy.opt_level, {option: value for option, value in found.items() if value is not None}))
 
 

@@ -48,7 +48,7 @@ def enter() -> None:
     joints.beside_scale += [beside_scale]
     joints.keepers += [coded_steps]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
-    joints.check_models += [fsdp.check_shards, ddp.check_ddp, saved_activations.check]
+    joints.check_models += [fsdp.check_shards, ddp.check_ddp]
     joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]
     joints.retyped += [ddp.reduce_anew]
     register_module_module_registration_hook(ddp.note_ddp)

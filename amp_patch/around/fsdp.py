@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module], *_: Any) -> None:
     """Raise ValueError if FSDP gathers a parameter of `models` in another dtype than `policy` wants for it.
 
-    Also raise if `policy` stores masters in a form that is not for shards, or has none in a cast model (O3), or has
-    low-bit products and a weight is under tensor parallelism.
+    Also raise if `policy` stores masters or activations in a form that is not for shards, or has no masters in a cast
+    model (O3), or has low-bit products and a weight is under tensor parallelism.
 
     Args:
         kept: the modules that stay FP32.
@@ -51,6 +51,11 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
     low, level = policy.cast_model_type, policy.opt_level
     if policy.closes_masters:
         raise ValueError(_not_for_shards(f"initialize: parameter {name!r}", policy))
+    if policy.saved_activations is not None and fsdp is not None:
+        raise ValueError(
+            f"initialize: parameter {name!r} is sharded, and saved_activations={policy.saved_activations!r} is not for "
+            f"shards: {reason('act8', 'FSDP2')}"
+        )
     if low is not None and not policy.master_weights:
         raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")
     split = fsdp is None or sum(not placement.is_replicate() for placement in param.placements) > 1

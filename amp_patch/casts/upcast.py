@@ -68,6 +68,27 @@ def _unpack(kept: _Kept) -> Tensor:
     return tensor if view is None else tensor.float().as_strided(*view)
 
 
+class AsItIs(NamedTuple):
+    """A saved tensor as a pack hook returns it that changes nothing, with its version counter when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> AsItIs:
+        """Return the saved `tensor`.
+
+        Detached, because a node that saves its own output would never be freed. A leaf is saved itself: a script may
+        set its `data` before the backward.
+        """
+        return cls(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+    def unpack(self) -> Tensor:
+        """Return the saved tensor; raise torch's RuntimeError if code has written to it since it was saved."""
+        check_version(self.tensor, self.version)
+        return self.tensor
+
+
 def check_version(tensor: Tensor, version: int, what: str = "") -> None:
     """Raise torch's RuntimeError if code has written to a saved tensor. Under saved-tensor hooks torch does not check.
 

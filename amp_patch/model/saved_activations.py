@@ -20,13 +20,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_patch import multi_tensor
-from amp_patch.casts.upcast import check_version, other_hooks
+from amp_patch.casts.upcast import AsItIs, other_hooks
 from amp_patch.model.joints import Call, Entry, ForwardGuest
 from amp_patch.multi_tensor.checks import BLOCK
-from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import saving_through
-from amp_patch.support.fsdp import fsdp_modules
-from amp_patch.supported import reason
 
 LEAST = 4096  # elements of the smallest tensor that is stored as codes
 _CODED = (torch.float32, *LOW_PRECISION)
@@ -37,13 +35,6 @@ _COMPILED = (
     "forward: torch.compile has reached a model with saved_activations='8bit', whose saved tensors compiled code "
     "chooses; leave the rung act8 out, or the model uncompiled"
 )
-
-
-class _Kept(NamedTuple):
-    """A tensor that is saved as it is."""
-
-    tensor: Tensor
-    version: int | None  # `_unpack` checks it, because autograd does not for packed tensors; None: it has none
 
 
 class _Coded(NamedTuple):
@@ -68,16 +59,14 @@ class _Saves:
         self._memory = {t.untyped_storage().data_ptr() for t in held}
         self._shapes = {tuple(sorted(t.shape)) for t in held if t.numel() >= LEAST}
         self._latest: deque[int] = deque(maxlen=4)  # numbers of elements of the tensors that were saved last
-        self._made: dict[Any, tuple[StorageWeakRef, Tensor, Tensor]] = {}
+        self._made: dict[Any, tuple[StorageWeakRef, _Coded]] = {}
 
-    def pack(self, saved: Tensor) -> _Kept | _Coded:
+    def pack(self, saved: Tensor) -> AsItIs | _Coded:
         """Return what autograd stores in place of `saved`; no sync with the device."""
         largest = max(self._latest, default=0)
         self._latest.append(saved.numel())
         if not self._takes(saved, largest):
-            # A node that saves its own output undetached would never be freed.
-            kept = saved if saved.is_leaf else saved.detach()
-            return _Kept(kept, None if saved.is_inference() else saved._version)
+            return AsItIs.of(saved)
         x = saved.detach()
         dense = torch.ops.aten.is_non_overlapping_and_dense(x)
         place = (x.numel(),) if dense else (x.shape, x.stride())
@@ -85,10 +74,8 @@ class _Saves:
         key = storage.data_ptr(), x.storage_offset(), place, x.dtype, x._version
         found = self._made.get(key)
         if found is None or found[0].expired():  # a later tensor may have the memory of a freed one
-            flat = x.as_strided((x.numel(),), (1,)) if dense else x.reshape(-1)
-            found = self._made[key] = (StorageWeakRef(storage), *_encode(flat))
-        stride = x.stride() if dense else torch.empty(x.shape, dtype=x.dtype, device="meta").stride()
-        return _Coded(found[1], found[2], x.dtype, x.shape, stride)
+            found = self._made[key] = (StorageWeakRef(storage), _encode(x if dense else x.contiguous()))
+        return found[1]._replace(size=x.shape, stride=x.stride()) if dense else found[1]
 
     def _takes(self, saved: Tensor, largest: int) -> bool:
         size = saved.numel()
@@ -97,7 +84,6 @@ class _Saves:
             and saved.dtype in _CODED
             and size >= LEAST
             and saved.layout is torch.strided
-            and not saved.is_inference()
             and size > largest * _STATISTIC
             and tuple(sorted(saved.shape)) not in self._shapes
             and saved.untyped_storage().data_ptr() not in self._memory
@@ -112,21 +98,20 @@ def _is_checkpoints() -> bool:
     return any(each is not None and each.f_globals.get("__name__") == "torch.utils.checkpoint" for each in callers)
 
 
-def _encode(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a 1-D tensor; a number other than zero does not become zero."""
+def _encode(x: Tensor) -> _Coded:
+    """Return the codes of a dense tensor; a number other than zero does not become zero."""
+    flat = x.as_strided((x.numel(),), (1,))
     codes = torch.empty_like(flat, dtype=torch.int8)
     scales = flat.new_empty(math.ceil(flat.numel() / BLOCK), dtype=torch.float32)
     multi_tensor.multi_tensor_encode([flat.float()], [codes], [scales])
     # +0 and -0 of numbers that are not zero become the smallest codes: ReLU's backward asks which outputs are positive.
     codes.add_((codes << 1).eq_(0).mul_(flat != 0))
-    return codes, scales
+    return _Coded(codes, scales, x.dtype, x.shape, x.stride())
 
 
-def _unpack(saved: _Kept | _Coded) -> Tensor:
-    if isinstance(saved, _Kept):
-        if saved.version is not None:
-            check_version(saved.tensor, saved.version, " (in a model with saved_activations='8bit')")
-        return saved.tensor
+def _unpack(saved: AsItIs | _Coded) -> Tensor:
+    if isinstance(saved, AsItIs):
+        return saved.unpack()
     values = torch.empty_like(saved.codes, dtype=torch.float32)
     multi_tensor.multi_tensor_decode([saved.codes], [values], [saved.scales])
     return values.to(saved.dtype).as_strided(saved.size, saved.stride)
@@ -152,9 +137,3 @@ def _saving(method: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: 
 def choose(model: nn.Module, entry: Entry) -> CodedActivations | None:
     """Return a guest if the training stores activations in eight bits."""
     return None if entry.policy.saved_activations is None else CodedActivations()
-
-
-def check(models: list[nn.Module], policy: Policy, *_: Any) -> None:
-    """Raise ValueError for models of `fully_shard`, whose gathered weights are not told from activations."""
-    if policy.saved_activations is not None and any(fsdp_modules(models)):
-        raise ValueError(f"initialize: saved_activations='8bit' is not for shards: {reason('act8', 'FSDP2')}")

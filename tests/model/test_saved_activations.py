@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from amp_patch import amp
+from amp_patch.diagnose.recording.activations import WeighedStep
 from amp_patch.environment import name_of
 from amp_patch.multi_tensor import plain_codes
 from amp_patch.policy import resolve
@@ -161,32 +162,12 @@ def test_a_training_learns_as_without_codes_in_a_third_of_the_bytes(level):
 
 
 def held_bytes(model: nn.Module, inputs: Tensor) -> int:
-    """Return the bytes that one forward's graph holds, weights aside."""
-    seen: dict[int, int] = {}
-
-    def pack(saved: Tensor) -> Tensor:
-        seen[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
-        return saved
-
-    pushed = torch._C._autograd._push_saved_tensors_default_hooks
-
-    def push(pack_codes: Any, unpack: Any) -> None:
-        def both(saved: Tensor) -> Any:
-            packed = pack_codes(saved)
-            for each in packed:
-                if isinstance(each, Tensor):
-                    pack(each)
-            return packed
-
-        pushed(both, unpack)
-
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    pack.__dict__["_amp_counts"] = True  # as a recording's hooks
-    with pytest.MonkeyPatch.context() as patch, saved_tensors_hooks(pack, lambda saved: saved):
-        patch.setattr(torch._C._autograd, "_push_saved_tensors_default_hooks", push)
-        out = model(inputs)
-    assert out.requires_grad
-    return sum(size for pointer, size in seen.items() if pointer not in weights)
+    """Return the bytes that one forward's graph holds, weights aside, as a recording counts them."""
+    weighed = WeighedStep([*model.parameters(), *model.buffers()], 0)
+    out = model(inputs)
+    held = weighed.leave()["activations"]
+    assert out.requires_grad and held is not None
+    return held
 
 
 def test_a_value_is_coded_once(monkeypatch):

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from amp_patch.casts.upcast import check_version
+from amp_patch.casts.upcast import AsItIs
 from amp_patch.diagnose.recording.run import Event
 from amp_patch.support import distributed, tree
 from amp_patch.support.patches import Patches
@@ -89,13 +89,6 @@ class SavedBytes:
         self._ended.append(key)  # no lock: a storage may be freed inside of `_note` too, which holds the lock
 
 
-class _Saved(NamedTuple):
-    """A saved tensor as the pack hook returns it, with its version counter when it was saved."""
-
-    tensor: Tensor
-    version: int
-
-
 class WeighedStep:
     """A count of the bytes that autograd saves in one step.
 
@@ -110,7 +103,7 @@ class WeighedStep:
         self._step = step
         self._bytes = SavedBytes()
         self._bytes.leave_out(at_rest)
-        self._hooks = (self._pack, _unpack)
+        self._hooks = (self._pack, AsItIs.unpack)
         self._patches = Patches()
         self._whole = False  # whether the hooks have seen every tensor that was saved since construction
         # Not under hooks of user code around the loop: torch calls the innermost hooks only, so our hooks would replace
@@ -151,11 +144,9 @@ class WeighedStep:
         for pair in reversed(above):
             self._push(*pair)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> AsItIs:
         self._see(tensor)
-        # Detached, because a node that saves its own output would never be freed. A leaf is saved itself: a script may
-        # set its `data` before the backward.
-        return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        return AsItIs.of(tensor)
 
     vars()["_pack"]._amp_counts = True  # the mark lets casts/upcast.py push its hooks above these
     # Without these marks torch 2.15 takes `_pack` for the user's, and warns that selective checkpoints go past it.
@@ -223,12 +214,6 @@ class _MarkedAs:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pack, name)
-
-
-def _unpack(saved: _Saved) -> Tensor:
-    """Return the saved tensor. If code has written to it since it was saved, raise torch's RuntimeError for that."""
-    check_version(saved.tensor, saved.version)
-    return saved.tensor
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
