@@ -33,7 +33,8 @@ _REFUSED = {
         "the FP32 shards are the masters, and each process has those of its share alone: leave master_weights at None"
     ),
     ("stochastic", "ZeRO"): (
-        "it sends each process's share in FP32, for which all masters are made whole: use master_weights='split'"
+        "it sends each process's share in FP32, for which all masters are made whole: use master_weights='split', or "
+        "fully_shard with master_weights at None"
     ),
     ("stochastic", "CUDA graphs"): (
         "each replay would round with the random bits of the capture: leave the step out of the graph, or use "
