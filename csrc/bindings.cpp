@@ -48,6 +48,7 @@ void bind_casts(py::module_& m);      // casts/wrapper.cpp
 void bind_gradients(py::module_& m);  // masters/gradients.cpp
 void bind_versions(py::module_& m);   // masters/versions.cpp
 void bind_denied(py::module_& m);     // masters/denied.cpp
+void bind_upcasts(py::module_& m);    // casts/upcasts.cpp
 
 // kernels/cpu.cpp
 struct CpuLoop;
@@ -141,6 +142,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gradients(m);
   bind_versions(m);
   bind_denied(m);
+  bind_upcasts(m);
 
   auto casts = m.def_submodule("casts", "The wrapper of torch's functions at O1, and the policy whose casts act.");
   bind_casts(casts);

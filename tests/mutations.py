@@ -134,14 +134,14 @@ MUTATIONS = (
     ),
     Mutation(
         "upcast logits: a hook of the FP32 tensor gets its gradient",
-        "hooked = any(_is_hooked(wide()) for wide in wides)",
-        "hooked = False",
+        "return self.place is not None and self._upcast.is_alone()",
+        "return self.place is not None",
         ("test_noted_logits.py",),
     ),
     Mutation(
-        "upcast logits: the gradient of the FP32 tensor can be asked for",
-        "return hooked or not torch._C._will_engine_execute_node(probe)",
-        "return hooked",
+        "upcast logits: the gradient of FP64 logits is no low-precision one",
+        "if cast.dtype in LOW_PRECISION and cast.device == logits.device else None",
+        "if cast.device == logits.device else None",
         ("test_noted_logits.py",),
     ),
     Mutation(

@@ -16,11 +16,12 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack
 
-from amp_patch.casts.sources import SMALLEST, Source, goes_to_upcast, source_of
+from amp_patch.casts.sources import Source, source_of
 from amp_patch.casts.state import is_plain_eager
 from amp_patch.casts.thread_state import this_thread
 from amp_patch.policy import LOW_PRECISION
 
+SMALLEST = 2**22  # elements; for smaller logits the blocks take up to 1.6 times as long as copies, which a cache holds
 BLOCK = 2**18  # elements of a block, for each thread of a CPU
 _IGNORED = -100
 _nll_loss: Any = torch.ops.aten.nll_loss_nd
@@ -43,23 +44,25 @@ class _Call(NamedTuple):
 
 def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the FP32 `cross_entropy(*args, **kwargs)` of low-precision logits; None for a call that is not served."""
+    logits: Any = args[0] if args else kwargs.get("input")
+    if not _is_plain(logits) or logits.numel() < SMALLEST:
+        return None
     try:
         call = _Call(*args, **kwargs)
     except TypeError:
         return None
-    logits = wide = call.input
-    source = source_of(wide) if type(wide) is Tensor and wide.dtype is torch.float32 and wide.requires_grad else None
-    if source is not None:
-        logits = source.graph
-    if not (_is_plain(logits) and logits.dtype in LOW_PRECISION and logits.numel() >= SMALLEST and _serves(call)):
+    if logits.dtype not in _FLOATS or not _serves(call):
         return None
+    source = source_of(logits) if logits.dtype is torch.float32 else None
+    if source is None and logits.dtype not in LOW_PRECISION:
+        return None
+    place = None if source is None else source.place
     weight = None if call.weight is None else call.weight.float()
     target = call.target
     if logits.dim() > 3:
-        logits, wide = logits.flatten(2), wide.flatten(2)
+        logits, place = logits.flatten(2), None if place is None else place.flatten(2)
         target = target.flatten(2 if target.is_floating_point() else 1)
-    passed = () if source is None else (source, wide, wide.new_empty(0, requires_grad=True))
-    terms = _Terms.apply(logits, target, weight, call.ignore_index, float(call.label_smoothing), *passed)
+    terms = _Terms.apply(logits, target, weight, call.ignore_index, float(call.label_smoothing), source, place)
     reduce = _reduced_probabilities if target.is_floating_point() else _reduced_classes
     loss = reduce(terms, target, weight, call, logits.shape[1])
     return loss.reshape(call.input[:, 0].shape) if call.reduction == "none" else loss
@@ -114,13 +117,10 @@ class _Terms(torch.autograd.Function):
         weight: Tensor | None,
         ignored: int,
         smoothing: float,
-        source: Source | None = None,
-        wide: Any = None,
-        probe: Tensor | None = None,
+        source: Source | None,
+        place: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.low, ctx.wides = logits.dtype, None if source is None else source.wides
-        if source is not None and not source.is_alive:
-            logits = wide
+        ctx.source, ctx.low = source, logits.dtype if place is None else place.dtype
         ctx.save_for_backward(logits, target, weight)
         ctx.ignored, ctx.smoothing = ignored, smoothing
         count = 2 if smoothing > 0 and not target.is_floating_point() else 1
@@ -143,18 +143,16 @@ class _Terms(torch.autograd.Function):
             spread = _spread(own, logarithms, _of(target, part), weight, ctx.ignored, ctx.smoothing, is_plain)
             return torch.ops.aten._log_softmax_backward_data(spread, logarithms, 1, torch.float32)
 
-        wides = ctx.wides
-        widens = wides is not None and (not is_plain or goes_to_upcast(wides, ctx.next_functions[-1][0]))
-        dtype = torch.float32 if widens else ctx.low
+        goes_around = ctx.source is not None and is_plain and ctx.source.takes_gradient()
+        dtype = ctx.low if goes_around else logits.dtype
         if not is_plain:  # for second derivatives, and batched gradients
             result = gradient(()).to(dtype)
         else:
             result = torch.empty_like(logits, dtype=dtype)
             for part in _parts(logits, ctx.smoothing):
                 result[part].copy_(gradient(part))
-        if wides is None:
-            return result, None, None, None, None
-        return None if widens else result, None, None, None, None, None, result if widens else None, None
+        unused = (None,) * 5
+        return (None, *unused, result) if goes_around else (result, *unused, None)
 
 
 def _parts(logits: Tensor, smoothing: float) -> Iterator[_Part]:

@@ -1,111 +1,74 @@
-"""Outputs of models that their exit casts to FP32: a loss of such a copy differentiates what it was made of."""
+"""FP32 logits that a model's exit or a script has cast from low precision: a loss returns a low-precision gradient."""
+
+# ruff: noqa: SLF001 - the attributes of torch's nodes
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts.state import is_plain_eager
+from amp_patch import multi_tensor
 from amp_patch.policy import LOW_PRECISION
 
-SMALLEST = 2**22  # elements; for smaller logits the blocks take up to 1.6 times as long as copies, which a cache holds
-Wides = tuple[weakref.ref[Tensor], ...]
+_CAST = "ToCopyBackward0"
+# Nodes of functions that keep the elements in their order.
+_RESHAPES = {f"{name}Backward0" for name in ("Alias", "Clone", "ReshapeAlias", "Unsqueeze", "UnsafeView", "View")}
+_SLICE, _TRANSPOSE = "SliceBackward0", "TransposeBackward0"
 
 
-class Source(NamedTuple):
-    """What an FP32 tensor was made of.
+class Source:
+    """What FP32 logits were cast from.
 
     Attributes:
-        graph: the low-precision tensor, or without memory a tensor at its place in the graph.
-        is_alive: whether `graph` is the tensor itself, which other code holds, so that saving it costs nothing.
-        wides: references to the FP32 tensors between `graph` and the loss.
+        place: a tensor in the place of the low-precision logits in autograd's graph, of the shape of the FP32 logits,
+            with one element of memory. None without the extension.
     """
 
-    graph: Tensor
-    is_alive: bool
-    wides: Wides
+    def __init__(self, logits: Tensor, views: list[Any]) -> None:
+        self.place: Tensor | None = None
+        if (extension := multi_tensor.extension()) is None:
+            return
+        self._upcast = extension.Upcast(logits, len(views))
+        self.place = self._upcast.place()
+        for node in reversed(views):
+            self.place = _seen(self.place, node)
+
+    def takes_gradient(self) -> bool:
+        """Tell whether in this backward no code but the loss has a part in the gradient of the FP32 tensors.
+
+        Hooks receive it in FP32, gradients of other functions are added in FP32, and `torch.autograd.grad` returns it.
+        """
+        return self.place is not None and self._upcast.is_alone()
 
 
-class _Note(NamedTuple):
-    wide: weakref.ref[Tensor]
-    low: weakref.ref[Tensor]
-    versions: tuple[int, int]
-    place: Tensor
+def source_of(logits: Tensor) -> Source | None:
+    """Return what `logits`, or the tensor of which they are a view or a slice, were cast from; None if they were not.
 
-
-_notes: dict[int, _Note] = {}  # id of an FP32 tensor -> its note, as long as the tensor lives
-
-
-class _Place(torch.autograd.Function):
-    """A tensor like `low`, with its place in the graph and one element of memory: it outlives `low` at no cost."""
-
-    @staticmethod
-    def forward(ctx: Any, low: Tensor) -> Tensor:
-        return low.new_empty(()).expand(low.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def note(low: Tensor, wide: Tensor) -> None:
-    """Note that a model's exit has cast `low` to `wide`, if a loss of `wide` can go by it."""
-    if is_dynamo_compiling() or low.dtype not in LOW_PRECISION or low.numel() < SMALLEST or type(low) is not Tensor:
-        return
-    if not (wide.dtype is torch.float32 and wide.requires_grad and is_plain_eager()):
-        return
-    key = id(wide)
-
-    def forget(gone: Any) -> None:
-        if (found := _notes.get(key)) is not None and found.wide is gone:
-            del _notes[key]
-
-    _notes[key] = _Note(weakref.ref(wide, forget), weakref.ref(low), (low._version, wide._version), _Place.apply(low))
-
-
-def source_of(wide: Tensor) -> Source | None:
-    """Return what `wide`, or the tensor of which it is a view in another shape, was made of.
-
-    None if it was not noted, or if user code has written one of the tensors, or hooked the FP32 one.
+    The node of the cast tells it. A write that autograd knows puts another node there. One without a gradient
+    (`torch.no_grad`, `data`) changes the values alone, and the loss reads these from `logits`.
     """
-    base = wide if wide._base is None else wide._base
-    note = _notes.get(id(base))
-    if (
-        note is None
-        or note.wide() is not base
-        or base._version != note.versions[1]
-        or any(map(_is_hooked, (base, wide)))
-    ):
+    views: list[Any] = []
+    node: Any = logits.grad_fn
+    while node is not None and (name := node.name()) != _CAST:
+        if name not in _RESHAPES and name not in (_SLICE, _TRANSPOSE):
+            return None
+        views.append(node)
+        node = node.next_functions[0][0]
+    if node is None:
         return None
-    low = note.low()
-    graph = note.place if low is None else low
-    if low is not None and low._version != note.versions[0]:
-        return None
-    if wide is not base:
-        node = wide.grad_fn
-        whole = wide.numel() == base.numel() and all(
-            x.is_contiguous() for x in (wide, base, base if low is None else low)
-        )
-        if not whole or node is None or node.next_functions[0][0] is not base.grad_fn:
-            return None  # not one view of all elements in their order: others between may have hooks
-        graph = graph.view(wide.shape)
-    return Source(graph, low is not None, (weakref.ref(base), weakref.ref(wide)))
+    before, output = node.next_functions[0]
+    cast = before._input_metadata[output]
+    return Source(logits, views) if cast.dtype in LOW_PRECISION and cast.device == logits.device else None
 
 
-def _is_hooked(tensor: Tensor | None) -> bool:
-    return tensor is not None and (bool(tensor._backward_hooks) or tensor.retains_grad)  # noqa: SLF001
-
-
-def goes_to_upcast(wides: Wides, probe: Any) -> bool:
-    """Tell whether backward has to pass the FP32 tensor: it has hooks now, or single gradients are asked for.
-
-    Args:
-        wides: as in `Source`.
-        probe: the node of a leaf that no code asks for. In a whole backward the engine visits it.
-    """
-    hooked = any(_is_hooked(wide()) for wide in wides)
-    return hooked or not torch._C._will_engine_execute_node(probe)  # noqa: SLF001
+def _seen(place: Tensor, node: Any) -> Tensor:
+    """Return the view of `place` that the function of `node` has returned of the FP32 tensor."""
+    if node.name() == _SLICE:
+        # Python gets negative bounds as unsigned numbers.
+        start, end = (each - 2**64 if each >= 2**63 else each for each in (node._saved_start, node._saved_end))
+        where = (*[slice(None)] * node._saved_dim, slice(start, end, node._saved_step))
+        return place[where]
+    if node.name() == _TRANSPOSE:
+        return place.transpose(node._saved_dim0, node._saved_dim1)
+    return place.view(node._input_metadata[0].shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import install, low_bit, regions, sources
+from amp_patch.casts import install, low_bit, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
 from amp_patch.model import buffers, incoming, joints
@@ -376,12 +376,6 @@ def cast_one(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def _cast_noted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    result = tensor.to(dtype)
-    sources.note(tensor, result)
-    return result
-
-
 def cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
     """Return the output of a model's forward as its caller gets it: another model's forward under `outer`, or a script.
 
@@ -394,7 +388,6 @@ def cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
     if isinstance(output, Tensor):  # the common case
         changes = output.dtype.is_floating_point if only is None else output.dtype in only
         result = cast_one(output, dtype) if changes and output.dtype is not dtype else output
-        sources.note(output, result)
     else:
-        result = tree.cast_floats(output, dtype, only, _cast_noted)
+        result = tree.cast_floats(output, dtype, only)
     return tree.map_tensors(plain, result) if outer is None and dtype in LOW_PRECISION else result

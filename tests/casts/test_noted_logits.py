@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from training import SGD
 
-from amp_patch import amp
+from amp_patch import amp, multi_tensor
 from amp_patch.casts import lean_loss, sources
 
 torchs = functional.cross_entropy  # torch's own function, which no training replaces here
@@ -22,14 +21,10 @@ ROWS, CLASSES = 12, 40
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Upcasts of small logits are noted, and blocks have a few rows."""
-    for module in (lean_loss, sources):
-        monkeypatch.setattr(module, "SMALLEST", 1)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small logits are served, and blocks have a few rows."""
+    monkeypatch.setattr(lean_loss, "SMALLEST", 1)
     monkeypatch.setattr(lean_loss, "BLOCK", 150)
-    yield
-    gc.collect()
-    assert not sources._notes
 
 
 class Model(nn.Module):
@@ -168,22 +163,104 @@ def test_views_in_another_order_are_not_taken_for_the_logits():
     assert torch.equal(torch.autograd.grad(loss, turned)[0], gradient_of(turned, target))
 
 
-def test_returned_logits_can_be_saved_and_hold_no_low_precision_tensor():
+def test_returned_logits_can_be_saved():
     _, logits, _ = returned()
     file = io.BytesIO()
     torch.save(logits, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True), logits)
-    note = sources._notes[id(logits)]
-    assert note.low() is None and note.place is not None and note.place.untyped_storage().nbytes() == 2
 
 
-def test_outputs_in_containers_are_freed_without_a_garbage_collection():
-    x, target = batch("cpu")
-    model = amp.initialize(Model(lambda logits, _: (logits.sum(), logits)), opt_level="O5")
-    gc.disable()
-    try:
-        model(x, target)
-        assert not sources._notes
-    finally:
-        gc.enable()
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies that scripts make
+
+
+def hooked(tensor: Tensor) -> Tensor:
+    tensor.register_hook(lambda grad: grad * 3)
+    return tensor
+
+
+def penalty(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1).square().mean() / 64
+
+
+def edited(logits: Tensor) -> Tensor:
+    logits.data.mul_(1.01)  # no counter of writes sees it
+    return logits
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+UPCASTS: dict[str, tuple[Callable[[Tensor, Tensor, Loss], Tensor], bool]] = {  # -> (script, goes around the cast)
+    "float": (lambda y, t, loss: loss(y.float().view(-1, CLASSES), t.flatten()), True),
+    "to": (lambda y, t, loss: loss(y.to(dtype=torch.float32).flatten(0, 1), t.flatten()), True),
+    "type": (lambda y, t, loss: loss(y.type(torch.float32).reshape(-1, CLASSES), t.flatten()), True),
+    "type_as": (
+        lambda y, t, loss: loss(y.type_as(t[0, :1].float()).view(-1, CLASSES), t.flatten()),
+        True,
+    ),
+    "shifted": (
+        lambda y, t, loss: loss(y.float()[..., :-1, :].contiguous().view(-1, CLASSES), t[:, 1:].flatten()),
+        True,
+    ),
+    "slices": (
+        lambda y, t, loss: loss(y.float()[1:, ::2, 3:].reshape(-1, CLASSES - 3), t[1:, ::2].flatten() - 3),
+        True,
+    ),
+    "transposed": (lambda y, t, loss: loss(y.float().transpose(1, 2), t), True),
+    "four dimensions": (lambda y, t, loss: loss(y.float().transpose(1, 2).unsqueeze(3), t.unsqueeze(2)), True),
+    "a write by autograd": (lambda y, t, loss: loss(y.float().mul_(1.5).view(-1, CLASSES), t.flatten()), False),
+    "a write beside autograd": (lambda y, t, loss: loss(edited(y.float()).view(-1, CLASSES), t.flatten()), True),
+    "a hook": (lambda y, t, loss: loss(hooked(y.float()).view(-1, CLASSES), t.flatten()), False),
+    "a hook between": (lambda y, t, loss: loss(hooked(y.float()[:, :-1]).flatten(0, 1), t[:, 1:].flatten()), False),
+    "two losses": (lambda y, t, loss: twice(y.float().view(-1, CLASSES), t.flatten(), loss), False),
+    "a penalty": (lambda y, t, loss: penalized(y.float(), t, loss), False),
+    "two casts": (lambda y, t, loss: loss(y.float().flatten(0, 1), t.flatten()) + penalty(y.float()), True),
+    "two types": (lambda y, t, loss: loss(y.double().float().flatten(0, 1), t.flatten()), False),
+}
+
+
+def twice(logits: Tensor, target: Tensor, loss: Loss) -> Tensor:
+    return loss(logits, target) + loss(logits, target.roll(1)) * 0.3
+
+
+def penalized(logits: Tensor, target: Tensor, loss: Loss) -> Tensor:
+    return loss(logits.view(-1, CLASSES), target.flatten()) + penalty(logits)
+
+
+class Trunk(nn.Module):
+    def __init__(self, script: Callable[[Tensor, Tensor, Loss], Tensor] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.script = nn.Linear(4, CLASSES), script
+
+    def forward(self, x: Tensor, target: Tensor, loss: Loss) -> Tensor:
+        logits = self.head(x)
+        return logits if self.script is None else self.script(logits, target, loss)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("script", UPCASTS)
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_script_s_own_copy_has_torch_s_gradient_to_the_bit(wrappers, level, inside, script, device, monkeypatch):
+    call, goes_around = UPCASTS[script]
+    went: list[bool] = []
+    tells = sources.Source.takes_gradient
+    monkeypatch.setattr(sources.Source, "takes_gradient", lambda self: went.append(tells(self)) or went[-1])
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 8, 4, generator=generator).to(device)
+    target = torch.randint(3, CLASSES, (3, 8), generator=generator).to(device)
+    low = torch.float16 if level in ("O1", "O2") else torch.bfloat16
+    model = Trunk(call if inside else None).to(device)
+    outputs = {} if inside or level in ("O1", "O4") else {"cast_model_outputs": low}
+    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level=level, **outputs)
+    found = []
+    for loss in (torchs, lambda y, t: functional.cross_entropy(y, t)):
+        made = model(x, target, loss)
+        made = made if inside else call(made, target, loss)
+        made.backward()
+        found.append((made.detach(), *[p.grad for p in model.parameters()]))
+        model.zero_grad()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    if multi_tensor.extension() is not None:
+        assert any(went) is goes_around
