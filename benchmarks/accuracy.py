@@ -6,6 +6,7 @@ spread of O0's seeds, or is worse than O0's at the same seeds by more than the m
 
     python benchmarks/accuracy.py                        # a quarter of an hour on an idle machine
     python benchmarks/accuracy.py --from out/accuracy    # the page again, from the reports of an earlier run
+    python benchmarks/accuracy.py --levels O0,O5+act8    # these levels, whose tables are printed; no page
 """
 
 from __future__ import annotations
@@ -62,26 +63,32 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="of each training (the default is each task's own)")
+    parser.add_argument("--levels", help="train these levels and print their tables, and write no page")
     parser.add_argument("--out", type=Path, default=Path("out/accuracy"), help="where the reports go")
     parser.add_argument("--from", dest="reports", type=Path, help="train nothing: take the reports from this folder")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page goes")
     args = parser.parse_args()
 
     for family in args.families if args.reports is None else []:
-        done = train(family, args.out / family, args.seeds, args.steps)
+        done = train(family, args.out / family, args.seeds, args.steps, args.levels or ",".join(LEVELS))
         if done:
             return done
     folder = args.reports or args.out
-    broken = write({family: read(folder / family / "report.json") for family in args.families}, args.docs)
+    comparisons = {family: read(folder / family / "report.json") for family in args.families}
+    if args.levels:
+        for family, comparison in comparisons.items():
+            print(f"{FAMILIES[family][0]}, {comparison.steps} steps\n\n{table(comparison)}\n")
+        return 0
+    broken = write(comparisons, args.docs)
     print(f"The page: {args.docs / 'accuracy.md'}")
     for each in broken:
         print(f"The claim does not hold: {each}", file=sys.stderr)
     return 1 if broken else 0
 
 
-def train(family: str, out: Path, seeds: int, steps: int | None) -> int:
+def train(family: str, out: Path, seeds: int, steps: int | None, levels: str) -> int:
     """Run the comparison of a family, and return its exit status."""
-    compare = ["-m", "amp_patch", "compare", "--levels", ",".join(LEVELS), "--seeds", str(seeds), "--seed-flag=--seed"]
+    compare = ["-m", "amp_patch", "compare", "--levels", levels, "--seeds", str(seeds), "--seed-flag=--seed"]
     script = [str(ROOT / "examples/train.py"), "--", "--task", family, *(["--steps", str(steps)] if steps else [])]
     command = [sys.executable, *compare, "--metric", METRIC, "--out", str(out), *script]
     guard = Guard()  # kills the comparison if this process is killed
