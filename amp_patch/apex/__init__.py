@@ -24,13 +24,14 @@ from amp_patch.support.patches import Installation, Patches
 # Apex's compiled extensions, which are top-level modules.
 TOP_LEVEL = ("amp_C", "apex_C")
 
-# Subpackages of Apex that amp_patch does not have -> their replacement, for the error message.
+# Modules of Apex that amp_patch does not have -> their replacement, for the error message.
 ELSEWHERE = {
     "contrib": "NVIDIA's apex (https://github.com/NVIDIA/apex) still has apex.contrib",
     "transformer": "NVIDIA's Megatron-Core (pip install megatron-core) has what was apex.transformer",
     "RNN": "torch.nn.LSTM, GRU and RNN run in mixed precision at every opt level",
     "reparameterization": "torch.nn.utils.parametrizations.weight_norm does it",
     "pyprof": "torch.profiler does it",
+    "parallel.multiproc": "torchrun, which torch has, starts a process for each GPU",
     "mlp": "NVIDIA's apex still has apex.mlp; torch.nn.Sequential of Linear and ReLU computes the same",
     "fused_dense": "NVIDIA's apex still has apex.fused_dense; torch.nn.Linear and GELU compute the same",
 }
@@ -121,10 +122,11 @@ class _Elsewhere:
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         # `from apex import contrib` looks for "amp_patch.apex.contrib", because `apex` is this package.
         first, _, rest = fullname.removeprefix("amp_patch.").partition(".")
-        if first != "apex" or not rest or f"apex.{rest.partition('.')[0]}" in sys.modules:
+        parent = rest.partition(".")[0]
+        if first != "apex" or not rest or (f"apex.{parent}" in sys.modules and rest not in ELSEWHERE):
             return None  # the parent module exists, so Python's own error is right
         served = sorted(name for name in sys.modules if name.startswith("apex.") and name.count(".") == 1)
-        hint = ELSEWHERE.get(rest.partition(".")[0], "")
+        hint = ELSEWHERE.get(rest) or ELSEWHERE.get(parent, "")
         # The error has no `name=`. With it, `from apex import contrib` would replace this message by Python's.
         raise ModuleNotFoundError(
             f"No module named 'apex.{rest}': amp_patch serves {', '.join(served)}" + (f"; {hint}" if hint else "")

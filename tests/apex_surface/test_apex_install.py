@@ -101,6 +101,13 @@ def test_a_module_that_is_not_served_says_where_to_go(no_apex, statement):
         exec(statement, {})
 
 
+@pytest.mark.parametrize("statement", ["import apex.parallel.multiproc", "from apex.parallel import multiproc"])
+def test_the_launcher_of_2018_is_refused_and_torchrun_is_named(no_apex, statement):
+    shim.install()
+    with pytest.raises(ImportError, match=r"No module named 'apex.parallel.multiproc'.*torchrun"):
+        exec(statement, {})
+
+
 def test_a_name_that_a_served_module_lacks_is_an_import_error_of_python_s(no_apex):
     shim.install()
     with pytest.raises(ImportError, match=r"cannot import name 'Foo' from 'amp_patch\.apex\.normalization'"):

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from paths import ROOT
 from torch import nn
 from training import LEVELS, backward, convnet, images, linear, skipped
 
@@ -19,7 +18,6 @@ from amp_patch.apex.parallel import (
     SyncBatchNorm,
     convert_syncbn_model,
     create_syncbn_process_group,
-    multiproc,
 )
 from amp_patch.apex.parallel.LARC import LARC
 
@@ -244,18 +242,6 @@ def _training():
         both = [torch.empty_like(weights), torch.empty_like(weights)]
         dist.all_gather(both, weights)
         assert torch.equal(*both), level
-
-
-@pytest.mark.slow
-def test_multiproc_runs_a_script_in_as_many_processes_as_asked(tmp_path, monkeypatch, capfd):
-    (tmp_path / "train.py").write_text(
-        "import sys\nfrom apex import amp\nprint(sys.argv[1:])\nsys.exit(3 if sys.argv[-1] == '1' else 0)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.chdir(tmp_path)
-    assert multiproc.main(["train.py", "--world-size", "7", "--lr", "0.1"], world_size=2) == 3
-    assert capfd.readouterr().out.strip() == "['--world-size', '2', '--lr', '0.1', '--rank', '0']"
-    assert (tmp_path / "GPU_1.log").read_text().strip() == "['--world-size', '2', '--lr', '0.1', '--rank', '1']"
 
 
 @pytest.mark.parametrize("check", [_ddp, _reducer, _syncbn, _training])

@@ -118,15 +118,6 @@ def test_an_ended_search_leaves_no_process(how, code, tmp_path):
     assert process.returncode == code
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-def test_an_ended_apex_launcher_leaves_no_process(how, tmp_path, monkeypatch):
-    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O1")
-    command = [sys.executable, "-m", "amp_patch", "run", "-m", "apex.parallel.multiproc", "train.py"]
-    with running(tmp_path, command) as process:
-        process.send_signal(how)
-
-
 def test_a_signal_is_raised_once_at_a_safe_place():
     """A signal that was ignored stays ignored, as under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGINT)
