@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.state import acting_part, current, default_lock, effective_default, overrides, refresh_default
-from amp_patch.casts.thread_state import Entry, is_running, this_thread
+from amp_patch.casts.thread_state import Entry, this_thread
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
 from amp_patch.policy import EMULATING, Policy
 from amp_patch.support.compiled import Function, wraps
@@ -37,9 +36,6 @@ class region:
 
     Attributes:
         emulated: the type whose products on a CPU are emulated in the region; None for none.
-        call: if one hook enters the region and a second hook leaves it, the frame that calls both hooks; else None. If
-            an exception ends that frame before the second hook runs, the next region that this thread enters removes
-            this one.
     """
 
     # Methods of a subclass, or None. `on_entry(entry)` runs just before the region begins to act; `on_exit(entry)`
@@ -61,7 +57,6 @@ class region:
         casts = self.acting is not None
         self.disables_torch_autocast = casts if disables_torch_autocast is None else disables_torch_autocast
         self.caches = True
-        self.call: FrameType | None = None
         self.entries: dict[Entry, None] = {}  # those of all threads that last, newest last
 
     @whole
@@ -72,7 +67,7 @@ class region:
         if type(sigint_handler()) is not WholeFirst:
             hold_sigint()
         stack = this_thread.stack
-        while stack and _is_over(stack[-1]):
+        while stack and stack[-1].is_over:
             _leave(stack[-1])
         entry = Entry(self)
         stack.append(entry)
@@ -203,12 +198,6 @@ def _follow(entry: Entry) -> None:
     acts = not this_thread.uncastable_entries
     acting, emulated = (inner.acting, inner.emulated) if acts else (None, None)
     casts_state.in_use.follow(acting, emulated, inner.caches, entry.depth, entry.task)
-
-
-def _is_over(entry: Entry) -> bool:
-    """Tell whether the `with` statement of `entry`, or the call around its hooks, has ended without an exit."""
-    call = entry.region.call
-    return entry.is_over or (call is not None and not is_running(call))
 
 
 def _leave(entry: Entry) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -93,11 +91,3 @@ class _Thread(threading.local):
 
 
 this_thread = _Thread()
-
-
-def is_running(call: FrameType | None) -> bool:
-    """Tell whether this thread is inside the frame `call`. (A frame object may outlive its call.)"""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None

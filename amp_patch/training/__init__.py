@@ -12,7 +12,6 @@ Files, the first one to read first:
 - `overflow.py`: skipped steps
 - `stash.py`: the state stored with an optimizer
 - `optimizer.py`: the generated class of an optimizer, and its hooks
-- `untouched.py`: optimizers at O0
 - `loss_scaler.py`: LossScaler: the factor that keeps small gradients above FP16's underflow, raised and lowered
   during training
 - `innermost.py`: the optimizer inside LARC or SAM

@@ -16,20 +16,18 @@ from amp_patch.model.tensors import cast
 from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
-from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, stateful
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.support.patches import Attempts, Installation, Patches
+from amp_patch.support.patches import Attempts
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.words import of_class
-from amp_patch.training import joints, untouched
+from amp_patch.training import joints
 from amp_patch.training.joints import Optimizer
 from amp_patch.training.overflow import SupportsScaling, drop_overflowed
 from amp_patch.training.stash import ATTRIBUTE, Stash, note_sharing, stash_of
 from amp_patch.training.step import WHOLE, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
 
-_copies = Installation()
 _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)  # before any code patches them
 
 
@@ -183,35 +181,10 @@ def enter_training(
         for owner in (optimizer, stateful(optimizer)):
             find_by_params(owner, shared=True)
     setattr(optimizer, ATTRIBUTE, stash)
-    if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
-        _copies.install(_carry_stash)  # the optimizer keeps its class, which does not copy the stash
-    else:
-        keepers = (keeper for keeper in joints.keepers if keeper.is_for(stash))
-        generated_class.give(optimizer, mixin, tuple(name for keeper in keepers for name in keeper.KEY))
-        _lead_scheduler(optimizer)
+    keepers = (keeper for keeper in joints.keepers if keeper.is_for(stash))
+    generated_class.give(optimizer, mixin, tuple(name for keeper in keepers for name in keeper.KEY))
+    _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
-
-
-def _carry_stash(patches: Patches) -> None:
-    """Patch `__getstate__` and `__setstate__` of torch's Optimizer, so that copies of optimizers at O0 have a stash."""
-    cls: Any = torch.optim.Optimizer
-    get, put = cls.__getstate__, cls.__setstate__
-
-    @wraps(get)
-    def with_stash(self: Any) -> dict[str, Any]:
-        stash = stash_of(self)
-        return get(self) if stash is None else {**get(self), "_amp_stash": stash}
-
-    @wraps(put)
-    def with_hooks(self: Any, state: dict[str, Any]) -> None:
-        put(self, state)
-        stash = stash_of(self)
-        if stash is not None and stash.enabled and not stash.neighbours.undo and not isinstance(self, Generated):
-            enter_step(self, stash)
-            stash.neighbours.siblings.enter(self)
-
-    patches.set(cls, "__getstate__", with_stash)
-    patches.set(cls, "__setstate__", with_hooks)
 
 
 def _lead_scheduler(optimizer: Optimizer) -> None:
@@ -234,10 +207,7 @@ def enter_step(optimizer: Optimizer, stash: Stash) -> None:
     joints.tell(joints.enter_optimizer, optimizer, stash)
     if stash.policy.master_weights and any(way.knows(optimizer, stash) for way in joints.ways):
         stash.masters.let_gradients_wait()
-    if isinstance(optimizer, Generated):
-        lead_to_step(optimizer)
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        stash.neighbours.undo += untouched.hook(optimizer)
+    lead_to_step(optimizer)
 
 
 def restore(optimizer: Optimizer, *, recast_state: bool = True) -> None:

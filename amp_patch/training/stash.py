@@ -188,7 +188,7 @@ class Stash:
         device_skips: the steps after that one, skipped or taken on the device: the host has not read their flags.
         passes: the backward passes for one step that a wrapper around the optimizer makes: 1 if it may read gradients
             after the step (LARC), 2 if it moves weights between backward and step (SAM), 0 without a wrapper.
-        step: the running `Step`, at O0 the `_HookedStep` of `untouched.py`; None between steps.
+        step: the running `Step`; None between steps.
         fp32_state: the models' parameters whose state stays FP32 where the optimizer's state is in eight bits.
         neighbours: references to models, sibling optimizers, wrappers and hooks.
     """
