@@ -271,7 +271,6 @@ def fused_adam(
     weight_decay: float,
     decoupled: bool,
     bias_correction: bool,
-    grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
     """Make a step of Adam (Kingma and Ba, arXiv:1412.6980) in place, or of AdamW (arXiv:1711.05101) if `decoupled`::
@@ -281,9 +280,8 @@ def fused_adam(
         p = p - lr * (m' / (sqrt(v') + eps) + weight_decay * p)
 
     If not `decoupled`, `weight_decay * p` is added to g instead. Without `bias_correction`, m' is m and v' is v. All
-    lists are on one device; params, exp_avgs and exp_avg_sqs are written. `grad_scale` and `found_inf` are float32
-    tensors of one element there. Gradients are divided by `grad_scale` in place. If `found_inf` is 1, nothing changes.
-    No sync.
+    lists are on one device; params, exp_avgs and exp_avg_sqs are written. `found_inf` is a float32 tensor of one
+    element there: if it is 1, nothing changes. No sync.
     """
     if not params:
         return
@@ -299,7 +297,6 @@ def fused_adam(
         eps=eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=grad_scale,
         found_inf=found_inf,
     )
 

@@ -11,8 +11,7 @@ Files, the first one to read first:
   formulas
 - `lamb.py`: FusedLAMB: Apex's LAMB, which scales Adam's update of each parameter by norm of parameter / norm of
   update
-- `mixed_precision_lamb.py`: FusedMixedPrecisionLamb: Apex's LAMB with FP32 masters of its own, which skips steps
-  on the device
+- `mixed_precision_lamb.py`: FusedMixedPrecisionLamb: Apex's LAMB with FP32 masters of its own, for a GradScaler
 - `novograd.py`: FusedNovoGrad: Apex's NovoGrad, momentum on gradients that are divided by a running norm of each
   parameter
 - `sgd.py`: FusedSGD: Apex's SGD with momentum, on torch's fused kernel

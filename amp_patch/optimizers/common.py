@@ -12,7 +12,6 @@ from torch import Tensor
 
 from amp_patch import multi_tensor
 from amp_patch.multi_tensor import checks
-from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import device_sync, distributed
 
 Tensors = Sequence[Tensor]
@@ -176,7 +175,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{name}.step: a CUDA graph is being captured, and this {name} counts its steps on the host: each "
                     "replay would be the same step; choose one that counts on the device, "
-                    "FusedAdam(capturable=True) or FusedMixedPrecisionLamb"
+                    "torch.optim.AdamW(..., fused=True, capturable=True), or none, FusedSGD"
                 )
             self._update(work)
         return loss
@@ -224,16 +223,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             found.append(state[name])
         return found
 
-    def _masters(self, params: list[Tensor], dtypes: Sequence[torch.dtype] = LOW_PRECISION) -> list[Tensor]:
-        """Return the tensors that a step updates: the parameters, or for parameters of `dtypes` their FP32 masters.
-
-        A master is made at the first step, and stored in the state as `master_param`.
-        """
-        for param in params:
-            if param.dtype in dtypes:
-                self.state[param].setdefault("master_param", param.detach().float())
-        return [self.state[param].get("master_param", param) for param in params]
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but keep the state of low-precision parameters in FP32.
 
@@ -255,28 +244,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 def gradients(params: Tensors) -> list[Tensor]:
     """Return the gradients of `params`, all of which have one."""
     return [param.grad for param in params if param.grad is not None]
-
-
-def numbers_to_device(group: Group) -> None:
-    """Replace the group's `lr` and `step` by tensors on its parameters' device, for steps in a CUDA graph."""
-    if group["params"]:
-        device = group["params"][0].device
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).detach().clone()
-        if "step" in group:
-            group["step"] = torch.as_tensor(group["step"], dtype=torch.int32, device=device).reshape(1).clone()
-
-
-def count_on_device(group: Group, found_inf: Tensor | None) -> Tensor:
-    """Add 1 to the group's count of steps, unless `found_inf` is not 0; return the count.
-
-    It is an int32 tensor of shape [1] on the device. No sync.
-    """
-    step = group.get("step", 0)
-    if not isinstance(step, Tensor):
-        device = group["params"][0].device if group["params"] else None
-        step = group["step"] = torch.full((1,), int(step), dtype=torch.int32, device=device)
-    step += 1 if found_inf is None else (found_inf == 0).to(device=step.device, dtype=step.dtype)
-    return step
 
 
 def count(group: Group) -> int:

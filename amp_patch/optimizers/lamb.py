@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.multi_tensor.plain_steps import bias_divisor
 from amp_patch.optimizers.common import (
     FusedOptimizer,
     Group,
@@ -28,35 +27,30 @@ def lamb(
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     *,
-    step: int | Tensor,
+    step: int,
     lr: Number,
     betas: tuple[float, float],
     weight_decay: float,
     bias_correction: bool,
     use_nvlamb: bool,
-    found_inf: Tensor | None = None,
     **update: Any,
 ) -> None:
     """Make a step of LAMB (You et al., arXiv:1904.00962) in place: `lamb_update`, then `lamb_apply`.
 
     All lists are on one device; params, exp_avgs and exp_avg_sqs are written. `update` are further arguments of
-    `lamb_update`. `step`, `lr` and `found_inf` may be tensors of one element on the device. If `found_inf` is not 0,
-    nothing changes, provided that the caller has set the gradients to 0: infinities and NaNs would spread. No sync.
+    `lamb_update`. `lr` may be a tensor of one element. No sync.
     """
     with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
         if not p:
             return
         updates = lamb_update(
             *(p, g, m, v),
-            corrections=_corrections(betas, step, bias_correction, p[0]),
+            corrections=bias_corrections(betas, step, bias_correction),
             betas=betas,
             weight_decay=weight_decay,
-            found_inf=found_inf,
             **update,
         )
-        if found_inf is not None:
-            lr = _unless(found_inf, lr, 0.0, p[0])
-        elif isinstance(lr, Tensor):
+        if isinstance(lr, Tensor):
             lr = lr.to(p[0]).reshape(())
         norms = None
         if use_nvlamb or weight_decay:
@@ -70,7 +64,7 @@ def lamb_update(
     m: list[Tensor],
     v: list[Tensor],
     *,
-    corrections: tuple[Number, Number],
+    corrections: tuple[float, float],
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -79,7 +73,6 @@ def lamb_update(
     grad_norm: Tensor,
     max_grad_norm: float | None,
     decays: Tensor | None = None,
-    found_inf: Tensor | None = None,
 ) -> list[Tensor]:
     """Return LAMB's update `u` of each parameter, as new tensors; write m and v in place::
 
@@ -89,21 +82,16 @@ def lamb_update(
         u = (m / correction1) / (sqrt(v / correction2) + eps) + weight_decay * p
 
     If not `decoupled`, `weight_decay * p` is added to the clipped g instead. `decays`, of shape [len(p)], has one more
-    weight decay for each parameter, which is added to u. The lists are in the form of `computable`. If `found_inf` (one
-    element, on the device) is not 0 and the gradients are 0, m and v do not change.
+    weight decay for each parameter, which is added to u. The lists are in the form of `computable`.
     """
-    keep: tuple[Number, Number] = betas
-    if found_inf is not None:
-        keep = _unless(found_inf, betas[0], 1.0, p[0]), _unless(found_inf, betas[1], 1.0, p[0])
     if max_grad_norm is not None:
         norm = grad_norm.reshape(()).to(p[0])
         g = list(torch._foreach_div(g, torch.where(norm > max_grad_norm, norm / max_grad_norm, 1.0)))
     if not decoupled and weight_decay:
-        pull = p if found_inf is None else torch._foreach_mul(p, _unless(found_inf, 1.0, 0.0, p[0]))
-        g = list(torch._foreach_add(g, pull, alpha=weight_decay))
-    torch._foreach_mul_(m, keep[0])
+        g = list(torch._foreach_add(g, p, alpha=weight_decay))
+    torch._foreach_mul_(m, betas[0])
     torch._foreach_add_(m, g, alpha=1 - betas[0] if grad_averaging else 1.0)
-    torch._foreach_mul_(v, keep[1])
+    torch._foreach_mul_(v, betas[1])
     torch._foreach_addcmul_(v, g, g, value=1 - betas[1])
     denominators = list(torch._foreach_div(v, corrections[1]))
     torch._foreach_sqrt_(denominators)
@@ -115,25 +103,6 @@ def lamb_update(
     if decays is not None:
         torch._foreach_add_(updates, torch._foreach_mul(p, list(decays.to(p[0]).unbind())))
     return updates
-
-
-def _unless(found_inf: Tensor, number: Number, instead: float, like: Tensor) -> Tensor:
-    """Return `number`, or `instead` if `found_inf` is not 0: shape [], dtype and device of `like`; no sync."""
-    if not isinstance(number, Tensor):
-        number = like.new_full((), number)
-    return torch.where(found_inf.reshape(()) != 0, like.new_full((), instead), number.to(like).reshape(()))
-
-
-def _corrections(
-    betas: tuple[float, float], step: int | Tensor, on: bool, like: Tensor
-) -> tuple[float, float] | tuple[Tensor, Tensor]:
-    """Return `bias_corrections`. If `step` is a tensor, compute them on the device of `like`, in its type."""
-    if not (isinstance(step, Tensor) and on):
-        return bias_corrections(betas, 1 if isinstance(step, Tensor) else step, on)
-    # If the first step is skipped, the count is 0, and a correction of 0 would make NaNs.
-    at = step.reshape(()).to(like.device).clamp(min=1)
-    first, second = (cast(Tensor, bias_divisor(beta, at)).to(like) for beta in betas)
-    return first, second
 
 
 def lamb_apply(p: list[Tensor], updates: list[Tensor], *, lr: Number, norms: tuple[Tensor, Tensor] | None) -> None:

@@ -1,4 +1,4 @@
-"""FusedMixedPrecisionLamb: Apex's LAMB with FP32 masters of its own, which skips steps on the device."""
+"""FusedMixedPrecisionLamb: Apex's LAMB with FP32 masters of its own, for a GradScaler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.optimizers.common import Group, Number, count_on_device, gradients, loss_of, numbers_to_device, wide
+from amp_patch.optimizers.common import Group, Number, count, gradients, loss_of, wide
 from amp_patch.optimizers.lamb import FusedLAMB, global_norm
 
 
@@ -18,16 +18,16 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     Args:
         params: parameters, or dicts of parameter groups.
-        lr: a number or a tensor. Each group stores it as a tensor on the device, which schedulers write in place.
-        step: the initial count of steps. Each group stores it as a tensor on the device.
+        step: the initial count of steps.
         reduced_precision_dtype: float16 or bfloat16. Each parameter of this type has an FP32 copy. A step updates the
             copy, and rounds it into the parameter. The copy is made at the first step, after DDP or a checkpoint may
             have written the parameter, and is stored in the state as `master_param`. None: no copies.
-        bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging, max_grad_norm, use_nvlamb: see
-            FusedLAMB.
+        lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging, max_grad_norm,
+            use_nvlamb: see FusedLAMB.
 
-    No step syncs with the device. If a GradScaler or `amp.initialize` reports an overflow, nothing changes. Scaled
-    gradients are read, not written.
+    If a GradScaler or `amp.initialize` reports an overflow, nothing changes; reading the flag syncs with the device.
+    Scaled gradients are read, not written. The count of steps is on the host (in Apex, as the learning rate, on the
+    device): a step cannot be captured in a CUDA graph.
 
     State: `exp_avg`, `exp_avg_sq` (FP32) and `master_param`, so that a training resumed from a checkpoint has the same
     bits. A checkpoint of Apex, which has no copies, can be loaded too.
@@ -38,8 +38,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     pickled_settings = (*FusedLAMB.pickled_settings, "reduced_precision_dtype", "first_step")
-    _step_supports_amp_scaling = True
-    counts_on_host = False
+    _step_supports_amp_scaling = True  # GradScaler leaves the check and the unscaling to `step`
+    skips_on_device = False  # read by `initialize`, which then reads the flag itself
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                 "torch.bfloat16 or None is wanted"
             )
         self.reduced_precision_dtype = reduced_precision_dtype
-        self.first_step = step
+        self.first_step = int(step)
         own = ("self", "step", "reduced_precision_dtype", "__class__")
         super().__init__(**{name: value for name, value in given.items() if name not in own})
 
@@ -75,19 +75,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return [{"params": masters} for masters in of]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its learning rate and count of steps become tensors on the device."""
+        """Add a group as torch does, with the initial count of steps."""
         super().add_param_group({"step": self.first_step, **param_group})
-        numbers_to_device(self.param_groups[-1])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, also a state of FusedLAMB."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            numbers_to_device(group)
 
     # `grad_scaler` is not in the signature, because torch's GradScaler warns if `step` has an argument of that name.
     def step(self, closure: Callable[[], Any] | None = None, **given: Any) -> Any:
-        """Make one step; no sync with the device.
+        """Make one step; syncs with the device if there is a scaler.
 
         Args:
             closure: called first; evaluates the loss and its gradients.
@@ -112,43 +105,32 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None:
-            # GradScaler adds up the flags of several devices, so an overflow may be 2.0.
-            found_inf = (found_inf != 0).float().reshape(())
-        grads = [[_unscaled(gradients(ps), grad_scale, found_inf) for ps in batches] for _, batches in work]
+        if found_inf is not None and found_inf.item():
+            return
+        grads = [[_unscaled(gradients(params), grad_scale) for params in batches] for _, batches in work]
         norm = global_norm([grad for batches in grads for batch in batches for grad in batch])
-        reduced = () if self.reduced_precision_dtype is None else (self.reduced_precision_dtype,)
         for (group, batches), batch_grads in zip(work, grads, strict=True):
-            step = count_on_device(group, found_inf)
+            step = count(group)
             for params, of_params in zip(batches, batch_grads, strict=True):
-                device = params[0].device
-                masters = self._masters(params, reduced)
-                numbers = {
-                    "step": step,
-                    "lr": group["lr"].to(device) if isinstance(group["lr"], Tensor) else group["lr"],
-                    "grad_norm": norm.to(device),
-                    "found_inf": None if found_inf is None else found_inf.to(device),
-                }
-                self._lamb(group, params, masters, of_params, **numbers)
+                masters = self._masters(params)
+                here = norm.to(params[0].device)
+                self._lamb(group, params, masters, of_params, step=step, lr=group["lr"], grad_norm=here)
                 copies = [(m, p) for m, p in zip(masters, params, strict=True) if m is not p]
                 if copies:
                     multi_tensor.multi_tensor_scale([m for m, _ in copies], [p for _, p in copies], 1.0)
 
+    def _masters(self, params: list[Tensor]) -> list[Tensor]:
+        """Return the tensors that a step updates: FP32 copies, made at the first step, or the parameters themselves."""
+        for param in params:
+            if param.dtype is self.reduced_precision_dtype:
+                self.state[param].setdefault("master_param", param.detach().float())
+        return [self.state[param].get("master_param", param) for param in params]
 
-def _unscaled(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
-    """Return gradients of one device divided by the scale: new FP32 (FP64) tensors, all 0 if `found_inf` is not 0.
 
-    If both arguments are None, return the gradients themselves. No sync.
-    """
-    if grad_scale is None and found_inf is None:
+def _unscaled(grads: list[Tensor], grad_scale: Tensor | None) -> list[Tensor]:
+    """Return new FP32 (FP64) tensors with the gradients of one device divided by the scale; without one `grads`."""
+    if grad_scale is None:
         return grads
-    device = grads[0].device
-    # One buffer for all gradients, so that one operation zeroes them.
-    flat = torch.empty(sum(grad.numel() for grad in grads), dtype=wide(grads[0].dtype), device=device)
-    new = [part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
-    multi_tensor.multi_tensor_scale(
-        grads, new, 1.0 if grad_scale is None else multi_tensor.inverse_of(grad_scale.to(device))
-    )
-    if found_inf is not None:
-        flat.masked_fill_(found_inf.to(device) != 0, 0.0)
+    new = [torch.empty_like(grad, dtype=wide(grad.dtype)) for grad in grads]
+    multi_tensor.multi_tensor_scale(grads, new, multi_tensor.inverse_of(grad_scale.to(grads[0].device)))
     return new

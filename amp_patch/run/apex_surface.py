@@ -38,13 +38,12 @@ DIFFERENCES = {
     "allreduce_trigger_params, num_allreduce_streams and their like have no effect; find_unused_parameters is True "
     "unless given",
     r"apex\.parallel\.LARC\.LARC": "schedulers take it for an optimizer",
-    r"apex\.optimizers\.FusedAdam": "master_weights needs no capturable, and its masters are in the state; the old "
-    "step(grads=...) is refused",
+    r"apex\.optimizers\.FusedAdam": "capturable and master_weights are refused, and the old step(grads=...)",
     r"apex\.optimizers\.FusedSGD": "materialize_master_grads has no effect",
     r"apex\.optimizers\.Fused(LAMB|NovoGrad|Adagrad)": "state is FP32; gradients are only read: Apex's FusedLAMB "
     "overwrites them",
     r"apex\.optimizers\.FusedMixedPrecisionLamb": "the FP32 copies are in the state, so that a checkpoint resumes to "
-    "the bit; gradients are only read; weights of a group may differ in type",
+    "the bit; gradients are only read; weights of a group may differ in type; steps are counted on the host",
     r"apex\.normalization\.(Mixed)?Fused(Layer|RMS)Norm": "memory_efficient has no effect; weights and inputs may "
     "differ in type",
     r"apex\.normalization\.fused_layer_norm\.\w+": "memory_efficient has no effect",

@@ -66,8 +66,7 @@ def reason_against(optimizer: Any) -> str | None:
             for setting in ("capturable", "differentiable"):
                 if group.get(setting):
                     return f"{setting}=True"
-        own = [setting for setting in ("capturable", "master_weights") if getattr(optimizer, setting, False)]
-        return f"{own[0]}=True" if own else None
+        return None
     return portions.reason_against(optimizer)
 
 

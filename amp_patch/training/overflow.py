@@ -93,7 +93,7 @@ def _refuse_in_capture(optimizer: Optimizer, may_skip: bool) -> None:
     else:
         way_out = (
             "choose one that skips on the device, and all parameters on one: torch's with fused=True, capturable=True, "
-            "FusedSGD, FusedAdam(capturable=True), FusedMixedPrecisionLamb"
+            "or FusedSGD"
         )
     raise RuntimeError(
         f"{name}.step: a CUDA graph is being captured, in which the host cannot ask whether a gradient overflowed, and "

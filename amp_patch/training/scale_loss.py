@@ -44,7 +44,7 @@ def scale_loss(
     the exit, `param.grad` of a cast parameter returns the gradient of its master. Nothing here syncs.
 
     On overflow, `optimizer.step()` skips the step. This costs one sync a step, unless the optimizer skips on the
-    device: torch's optimizers with `fused=True`, FusedSGD, FusedAdam(capturable=True).
+    device: torch's optimizers with `fused=True`, and FusedSGD.
 
     Args:
         loss: a floating tensor, any shape.

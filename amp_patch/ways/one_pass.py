@@ -150,10 +150,8 @@ def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
     group = batch.group
     decoupled = optimizer.adam_w_mode and group["weight_decay"]  # the own decay is more exact
     count = group.get("step", 0)
-    if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
+    if decoupled or device_sync.is_capturing():  # in a capture FusedAdam.step raises, since it counts on the host
         raise NotKnown
-    if device_sync.is_capturing():
-        raise NotKnown  # FusedAdam.step raises: a replay would not advance the count of steps
     multi_tensor.multi_tensor_adam(
         batch.grads,
         batch.stepped,

@@ -19,8 +19,6 @@ MAKERS = {
     "torch's fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True, capturable=True),
     "torch's fused SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
     "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=0.05, momentum=0.9),
-    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2, weight_decay=0.1, capturable=True),
-    "FusedMixedPrecisionLamb": lambda params: optimizers.FusedMixedPrecisionLamb(params, lr=1e-2),
 }
 
 

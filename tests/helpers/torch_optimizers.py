@@ -108,7 +108,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "Adagrad": lambda p: optim.Adagrad(p, lr=1e-2, eps=1e-4),
     "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
     "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2, eps=1e-4, weight_decay=0.1),
-    "FusedAdam, capturable": lambda p: optimizers.FusedAdam(p, lr=1e-2, eps=1e-4, capturable=True),
     "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2, eps=1e-4, weight_decay=0.1),
     "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p, lr=1e-2, eps=1e-4),
     "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=1e-2, eps=1e-4),

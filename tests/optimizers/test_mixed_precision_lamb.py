@@ -1,4 +1,4 @@
-"""FusedMixedPrecisionLamb: FP32 copies of half parameters, numbers on the device, overflows skipped there."""
+"""FusedMixedPrecisionLamb: FP32 copies of half parameters, under a GradScaler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from conftest import DEVICES, DTYPES
 from crossed import crossed
 from reference_optimizers import parameters
 from scaled_loops import skip_if_it_cannot_unscale
-from syncs import count
 from torch import nn
 
 from amp_patch import amp
@@ -31,7 +30,7 @@ def give_gradients(params, step, scale=1.0):
 
 def everything(optimizer):
     """Copies of all that a step may write."""
-    groups = [(group["lr"].clone(), group["step"].clone()) for group in optimizer.param_groups]
+    groups = [(torch.tensor(group["lr"]), torch.tensor(group["step"])) for group in optimizer.param_groups]
     params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     states = [{name: t.clone() for name, t in state.items()} for state in optimizer.state.values()]
     return [*(t for pair in groups for t in pair), *params, *(t for state in states for t in state.values())]
@@ -78,20 +77,17 @@ def test_the_copies_step_as_the_oracle_in_fp64(dtype, make_scaler, how, device):
     pytest.mark.parametrize("first", [True, False], ids=["first", "later"]),
     pytest.mark.parametrize("flags", [{}, {"adam_w_mode": False}, {"weight_decay": 0.0}], ids=str),
 )
-def test_an_overflow_changes_nothing_without_a_sync(make_scaler, how, first, flags, device):
+def test_an_overflow_changes_nothing(make_scaler, how, first, flags, device):
     params = parameters(torch.float16, device)
     optimizer = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16, **flags)
     scaler = make_scaler(device, init_scale=64.0)
 
-    def stepped():
-        scaler.scale(torch.ones((), device=device))
-        step_by(how, scaler, optimizer)
-
     def one(step, spoilt=None):
-        give_gradients(params, step, 64.0)  # copies from the host, which sync
+        give_gradients(params, step, 64.0)
         if spoilt is not None:
             params[1].grad[3] = spoilt
-        return count(device, stepped)
+        scaler.scale(torch.ones((), device=device))
+        step_by(how, scaler, optimizer)
 
     for step in range(0 if first else 3):
         one(step)
@@ -99,41 +95,14 @@ def test_an_overflow_changes_nothing_without_a_sync(make_scaler, how, first, fla
         optimizer.averages(params, "exp_avg"), optimizer.averages(params, "exp_avg_sq")
         optimizer._masters(params)
     before = everything(optimizer)
-    assert [one(5, float("inf")), one(6, float("nan"))] == [0, 0]
+    for step, spoilt in ((5, float("inf")), (6, float("nan"))):
+        one(step, spoilt)
     assert unchanged(before, optimizer)
-    assert scaler.get_scale() == 16.0 and optimizer.param_groups[0]["step"].item() == (0 if first else 3)
+    assert scaler.get_scale() == 16.0 and optimizer.param_groups[0]["step"] == (0 if first else 3)
     scaler.update(64.0)
     one(7)
     assert not unchanged(before, optimizer) and all(t.isfinite().all() for t in everything(optimizer))
     assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
-
-
-@pytest.mark.parametrize(
-    "make_schedule",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
-        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
-    ],
-)
-def test_schedules_write_the_learning_rate_in_place(make_schedule):
-    """Its tensors are those that a captured step reads."""
-    params = parameters(torch.float32)
-    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25}]
-    optimizer, other = FusedMixedPrecisionLamb(groups, lr=0.5, step=2), torch.optim.SGD(copy.deepcopy(groups), lr=0.5)
-    rates, steps = ([group[name] for group in optimizer.param_groups] for name in ("lr", "step"))
-    assert [rate.item() for rate in rates] == [0.5, 0.25] and [step.item() for step in steps] == [2, 2]
-    assert all(rate.dtype is torch.float32 and rate.dim() == 0 for rate in rates) and rates[0] is not rates[1]
-    assert all(step.dtype is torch.int32 and step.shape == (1,) for step in steps) and steps[0] is not steps[1]
-    schedules = make_schedule(optimizer), make_schedule(other)
-    for step in range(3):
-        give_gradients(params, step)
-        optimizer.step()
-        other.step()
-        for schedule in schedules:
-            schedule.step()
-        assert [rate.item() for rate in rates] == pytest.approx([group["lr"] for group in other.param_groups])
-    assert optimizer.param_groups[0]["lr"] is rates[0] and steps[1].item() == 5
 
 
 @HALVES
@@ -170,7 +139,7 @@ def test_a_checkpoint_of_apex_has_no_copies_and_makes_them_at_the_next_step():
         del entry["master_param"]
     other = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16)
     other.load_state_dict(state)
-    assert other.param_groups_full_precision == [{"params": [None] * 5}] and other.param_groups[0]["step"].item() == 1
+    assert other.param_groups_full_precision == [{"params": [None] * 5}] and other.param_groups[0]["step"] == 1
     with torch.no_grad():
         params[0].fill_(0.5)  # a model's checkpoint, loaded last
     params[0].grad = torch.zeros_like(params[0])
@@ -178,6 +147,13 @@ def test_a_checkpoint_of_apex_has_no_copies_and_makes_them_at_the_next_step():
     other.state[params[0]]["exp_avg"].zero_()
     other.step()
     assert torch.equal(params[0], torch.full_like(params[0], 0.5))
+
+
+def test_steps_are_counted_from_the_one_given():
+    optimizer = FusedMixedPrecisionLamb(params := parameters(torch.float32), lr=0.5, step=torch.tensor([2]))
+    give_gradients(params, 0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 3
 
 
 def test_types_mix_and_only_the_one_named_has_copies():

@@ -151,7 +151,6 @@ REFUSED = {
     "fused": (lambda p: OPTIM.Adagrad(p, fused=True), "Adagrad.*fused=True"),
     "a tensor": (lambda p: OPTIM.NAdam(p, lr=torch.tensor(0.1), foreach=False), "NAdam.*a setting is a tensor"),
     "differentiable": (lambda p: OPTIM.Adam(p, differentiable=True), "Adam.*differentiable=True"),
-    "FusedAdam": (lambda p: optimizers.FusedAdam(p, capturable=True), "FusedAdam.*capturable=True"),
     "FusedLAMB": (optimizers.FusedLAMB, "FusedLAMB.*its class is not one of torch.optim"),
     "sparse": (OPTIM.SparseAdam, "SparseAdam.*it takes sparse gradients alone"),
 }

@@ -39,8 +39,7 @@ def test_a_training_has_the_same_losses_without_fp64(level, name):
         with cpu_without_fp64():
             found = losses(level, name)
     assert wanted[:2] == found[:2] and all(map(math.isfinite, found[3:]))
-    # Only this optimizer computes a bias correction on the device, in FP32 if there is no FP64.
-    assert found == (pytest.approx(wanted, rel=1e-6) if name == "FusedMixedPrecisionLamb" else wanted)
+    assert found == wanted
 
 
 @pytest.mark.parametrize("steps", ["float", "tensor", "tensors"])

@@ -133,8 +133,6 @@ OWN_WAYS = {
     "a count of another type": (ADAM, {"lr": 1e-2}, put_in_the_state("step", Tensor.long), 2),
     "FusedAdam's decay": (FusedAdam, {"lr": 1e-2, "weight_decay": 0.1}, leave_it, 0),
     "FusedSGD's decay": (FusedSGD, {"lr": 0.1, "weight_decay": 0.1, "wd_after_momentum": True}, leave_it, 0),
-    "a count on the device": (FusedAdam, {"lr": 1e-2, "capturable": True}, leave_it, 0),
-    "masters of its own": (FusedAdam, {"lr": 1e-2, "master_weights": True}, leave_it, 0),
     "a state of FusedAdam's in another order": (
         *(FusedAdam, {"lr": 1e-2}, put_in_the_state("exp_avg", in_another_order), 2),
     ),
