@@ -47,8 +47,11 @@ def test_the_handle_of_an_o1_training_deactivates_it(amp):
     handle = amp._amp_state.handle
     assert handle.is_active() is True and handle.has_cache is True and handle.verbose is False
     handle._clear_cache()
+    with pytest.raises(AttributeError, match="_is_active"):
+        handle._is_active = False
+    assert handle._is_active is True
     handle._deactivate()
-    assert handle.is_active() is False
+    assert handle.is_active() is handle._is_active is False
     assert mm_dtype() is torch.float32 and model(torch.ones(1, 1)).dtype is torch.float32
     with amp.scale_loss(model(torch.ones(1, 1)).sum() / 8, optimizer) as scaled_loss:
         assert mm_dtype() is torch.float32

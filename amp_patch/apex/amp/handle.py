@@ -20,7 +20,7 @@ from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import emulate, resolve_cpu_half
 from amp_patch.environment import LEVEL, overridden
 from amp_patch.model import forward as model_forward
-from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
+from amp_patch.policy import Options, Policy, resolve
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import scale_loss as scale_loss_of
@@ -84,7 +84,6 @@ class AmpHandle:
         self._verbose = verbose
         self._training = training
         self._policy: Policy | None = None
-        self._was_default = True
         self._active = True
         if training is None:
             wanted = Options(dtype=patch_type, loss_scale=loss_scale, allow_banned=allow_banned)
@@ -106,26 +105,19 @@ class AmpHandle:
         """Tell whether the casts act."""
         return self._active
 
-    @property
-    def _is_active(self) -> bool:
-        """The value of `is_active()`. A write switches the casts."""
-        return self._active
+    # Apex's attribute. A script that writes it gets an AttributeError.
+    _is_active = property(is_active)
 
-    @_is_active.setter
-    def _is_active(self, value: bool) -> None:
-        if bool(value) == self._active:
+    def _deactivate(self) -> None:
+        """Turn the casts of torch's functions off, until the next `initialize` or `init`."""
+        if not self._active:
             return
-        self._active = bool(value)
+        self._active = False
         before = self._policy if self._training is None else self._training.policy
         assert before is not None
-        patches = self._active and OPT_LEVELS[before.opt_level].patch_torch_functions
-        after = replace(before, patch_torch_functions=patches)
-        if not self._active:
-            self._was_default = casts_state.default() is before
-            if self._was_default:
-                casts_state.set_default(None)
-        elif self._was_default and casts_state.default() is None:
-            casts_state.set_default(after)
+        after = replace(before, patch_torch_functions=False)
+        if casts_state.default() is before:
+            casts_state.set_default(None)
         if self._training is None:
             self._policy = after
             return
@@ -137,10 +129,6 @@ class AmpHandle:
             stash = None if (optimizer := ref()) is None else stash_of(optimizer)
             if stash is not None and stash.policy is before:  # the optimizer may be in another training by now
                 stash.policy = after
-
-    def _deactivate(self) -> None:
-        """Turn the casts of torch's functions off."""
-        self._is_active = False
 
     def _disable_casts(self) -> regions.region:
         return disable_casts()
