@@ -2,8 +2,6 @@
 
 Files, the first one to read first:
 
-- `compile_report.py`: the report that `Graph.debug` turns on: the graphs that a call compiled, their time, and
-  reasons of graph breaks
 - `config.py`: GraphConfig: the settings of a graph, with the methods of OneFlow's `graph.config`
 - `graph.py`: `Graph`, the class of this folder: its set-up, the checks of its first call, and the step that each
   call runs

@@ -107,12 +107,3 @@ class GraphConfig:
         if name in _ELSEWHERE:
             raise AttributeError(f"GraphConfig.{name}: not served here; {_ELSEWHERE[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __repr__(self) -> str:
-        parts = [f"training={self.training}"]
-        if self.amp_dtype is not None:
-            parts.append(f"amp={self.amp_dtype}")
-        if self.accumulation_steps > 1:
-            parts.append(f"gradient_accumulation_steps={self.accumulation_steps}")
-        parts += [f"{name}={value!r}" for name, value in self.compile_options.items() if value]
-        return f"GraphConfig({', '.join(parts)})"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from amp_patch.casts import regions
 from amp_patch.casts.autocast import autocast
 from amp_patch.grad_scaler import GradScaler
-from amp_patch.graph.compile_report import CompileReport
 from amp_patch.graph.config import GraphConfig
 from amp_patch.graph.micro_batches import joined, micro_batches
 from amp_patch.graph.noted_losses import NotedLosses
@@ -61,9 +60,6 @@ class Graph:
     - `build` is compiled at the first call, and again if torch.compile requires it (another number of dimensions of an
       input; `model.eval()`). Python code in it that depends on values of tensors works, and breaks the graph there.
 
-    Args:
-        debug_v_level: as in `debug`.
-
     Raises:
         RuntimeError: `super().__init__()` was not called; the graph has an optimizer, and `build` calls no
             `backward()`; it has none, and `build` calls one; a loss is no scalar; the set-up is changed after the first
@@ -76,7 +72,7 @@ class Graph:
 
     _made: ClassVar[dict[str, int]] = {}
 
-    def __init__(self, *, debug_v_level: int = -1) -> None:
+    def __init__(self) -> None:
         kind = type(self).__name__
         count = Graph._made.get(kind, 0)
         Graph._made[kind] = count + 1
@@ -89,7 +85,6 @@ class Graph:
         self._casts: AbstractContextManager[Any] = nullcontext()
         self._by_level = False  # whether the optimizers went through `initialize`, whose loss scales are used
         self._cuda_graphs = False
-        self.debug(debug_v_level)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the step. Subclasses override this: they call modules and, for training, `loss.backward()`."""
@@ -99,10 +94,7 @@ class Graph:
         """Run the graph with the arguments of `build`; return the result of `build`, detached."""
         if self._run is None:
             self._run = self._prepared()
-        if self._debug_level < 0:
-            return self._called(args, kwargs)
-        with CompileReport(self._name, self._debug_level):
-            return self._called(args, kwargs)
+        return self._called(args, kwargs)
 
     def add_optimizer(self, optim: Any, *, lr_sch: Any = None) -> None:
         """Make each call step `optim`, and after it `lr_sch`, a learning-rate scheduler for `optim`.
@@ -160,19 +152,12 @@ class Graph:
         """Whether the graph has been called."""
         return self._run is not None
 
-    def debug(self, v_level: int = 0, *, ranks: int | list[int] | None = None) -> None:
-        """Print how many graphs a call compiles, and the time; at `v_level` 1 or more also reasons of graph breaks.
-
-        Args:
-            v_level: -1 turns the report off.
-            ranks: the ranks of torch.distributed that print; -1 for all. None: rank 0.
-        """
-        if isinstance(v_level, bool) or not isinstance(v_level, int) or not -1 <= v_level <= 3:
-            raise ValueError(f"debug: v_level is {v_level!r}; wanted -1 (off) to 3")
-        chosen = [0] if ranks is None else [ranks] if isinstance(ranks, int) else ranks
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        prints = -1 in chosen or (torch.distributed.get_rank() if distributed else 0) in chosen
-        self._debug_level = v_level if prints else -1
+    def debug(self, *_: Any, **__: Any) -> None:
+        """Raise: torch prints what it compiles."""
+        raise NotImplementedError(
+            "Graph.debug: not served; with TORCH_LOGS=recompiles,graph_breaks in the environment torch prints what it "
+            "compiles, and why a graph breaks"
+        )
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the state of all objects of the graph, in `destination` if given. Syncs with the device.
@@ -215,17 +200,11 @@ class Graph:
             else:
                 part.load_state_dict(state_dict[name])
 
-    def __repr__(self) -> str:
-        lines = [repr(self.config), *(f"({name}): {module!r}" for name, module in self._modules().items())]
-        lines += [f"(optimizer): {type(optim).__name__}" for optim, _ in self._optimizers]
-        body = "\n".join(lines).replace("\n", "\n  ")
-        return f"{self._name}(\n  {body}\n)"
-
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": None}  # `_run` is bound to this graph, so a copy must compile its own
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):
+        if name in ("config", "_run", "_optimizers", "_name"):
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() first in its __init__")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
