@@ -7,7 +7,7 @@ error with a message, and before every kernel in plain torch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, SupportsFloat, SupportsIndex
@@ -19,8 +19,6 @@ from amp_patch.support.words import of_class
 
 Tensors = Sequence[Tensor]
 Number = float | Tensor
-Error = ValueError | TypeError | None  # None: the value is accepted
-Errors = Iterator[tuple[str, Error]]  # (the name of an argument or tensor, an error that begins behind this name)
 FP32, BF16, INT32, INT16 = (torch.float32,), (torch.bfloat16,), (torch.int32,), (torch.int16,)
 SIGNED, UNSIGNED = (torch.int8,), (torch.uint8,)  # types of codes (`steps.multi_tensor_encode`)
 CODES = (*SIGNED, *UNSIGNED)
@@ -122,137 +120,130 @@ class Contract:
     def check(self, lists: Sequence[Any], arguments: Sequence[Any]) -> torch.device:
         """Raise ValueError or TypeError if a call breaks this contract; return the device of its tensors."""
         given, named = dict(zip(self.lists, lists, strict=True)), list(zip(self.arguments, arguments, strict=False))
-        self._raise_first((wanted.name, _of_sequence(tensors)) for wanted, tensors in given.items())
         # Flags (found_inf) decide the device of empty lists. Tensors given for numbers do not: they must be on it.
         flags = [value for wanted, value in named if wanted.dtypes and wanted.number is None and value is not None]
-        leading = lists[self.lead] if lists else ()
-        device = next((t.device for t in (*leading, *flags) if isinstance(t, Tensor)), torch.device("cpu"))
-        if lists:
-            self._raise_first(self._of_lists(given, device, bool(flags)))
-        self._raise_first(self._of_arguments(named, device))
-        if self.rounds:
-            self._raise_first(_of_draws(self.lists[self.lead].name, leading, *arguments[-3:]))
+        try:
+            for wanted, tensors in given.items():
+                _check_sequence(wanted.name, tensors)
+            leading = lists[self.lead] if lists else ()
+            device = next((t.device for t in (*leading, *flags) if isinstance(t, Tensor)), torch.device("cpu"))
+            if lists:
+                self._check_lists(given, device, bool(flags))
+            for wanted_argument, value in named:
+                self._check_argument(wanted_argument, value, device)
+            if self.rounds:
+                _check_draws(self.lists[self.lead].name, leading, *arguments[-3:])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.name}: {error}") from None
         return device
 
-    def _raise_first(self, errors: Iterable[tuple[str, Error]]) -> None:
-        for name, error in errors:
-            if error is not None:
-                raise type(error)(f"{self.name}: {name} {error}")
-
-    def _of_lists(self, given: dict[TensorList, Tensors], device: torch.device, has_flag: bool) -> Errors:
+    def _check_lists(self, given: dict[TensorList, Tensors], device: torch.device, has_flag: bool) -> None:
         lead = self.lists[self.lead]
         # The leading list is checked first: the others are compared with its tensors.
         lists = {wanted: ts for wanted, ts in {lead: given[lead], **given}.items() if ts or not wanted.optional}
         by_name = {wanted.label: tensors for wanted, tensors in lists.items()}
         for name, tensors in by_name.items():
             if len(tensors) != len(given[lead]):
-                yield name, ValueError(f"has {len(tensors)} tensors, {lead.name} has {len(given[lead])}")
+                raise ValueError(f"{name} has {len(tensors)} tensors, {lead.name} has {len(given[lead])}")
         for wanted, tensors in lists.items():
             # Counts are all on the lists' device, or all on the CPU if no found_inf is given.
             on_host = wanted.is_counts and isinstance(tensors[0], Tensor) and tensors[0].device.type == "cpu"
             for i, (t, first) in enumerate(zip(tensors, by_name.get(wanted.scales_of, given[lead]), strict=True)):
                 which = f"tensor {i} of {wanted.label}"
                 if wanted.is_counts:
-                    yield which, _of_one(t, torch.device("cpu") if on_host else device, wanted.dtypes)
+                    _check_one(which, t, torch.device("cpu") if on_host else device, wanted.dtypes)
                 elif not wanted.scales_of:
-                    yield which, _of_tensor(t, device, f"tensor 0 of {lead.name}", wanted.dtypes)
-                    yield which, _of_pair(t, "its parameter" if self.dense else lead.name, first, self.dense)
+                    _check_tensor(which, t, device, f"tensor 0 of {lead.name}", wanted.dtypes)
+                    _check_pair(which, t, "its parameter" if self.dense else lead.name, first, self.dense)
                 elif first.dtype in CODES or not isinstance(t, Tensor):
-                    yield which, _of_tensor(t, device, f"tensor {i} of {wanted.scales_of}", FP32)
-                    yield which, _of_scales(t, first)
-                yield which, self._of_output(t) if wanted.written else None
+                    _check_tensor(which, t, device, f"tensor {i} of {wanted.scales_of}", FP32)
+                    if (count := -(-first.numel() // BLOCK)) != t.numel() or t.dim() != 1 or not t.is_contiguous():
+                        raise ValueError(f"{which} has shape {list(t.shape)}, [{count}] is wanted, contiguous")
+                if wanted.written:
+                    _check_output(which, t, self.name)
             if on_host and device.type != "cpu" and has_flag:
-                reason = "steps that it may leave as they are must be there too"
-                yield wanted.name, ValueError(f"are on the CPU, found_inf is on {device}: {reason}")
+                raise ValueError(f"{wanted.name} are on the CPU, found_inf is on {device}: they must be there too")
         for wanted in self.lists:
             for i, state in enumerate(by_name.get(wanted.scales_of, ())):
                 if state.dtype in CODES and wanted.label not in by_name:
-                    yield f"tensor {i} of {wanted.scales_of}", ValueError("is codes, and scales has none for it")
+                    raise ValueError(f"tensor {i} of {wanted.scales_of} is codes, and scales has none for it")
         for i, t in enumerate(given[lead] if lead.weights else ()):
-            yield f"tensor {i} of {lead.name}", _of_halves(t, lead.weights, by_name.get(lead.weights, ())[i : i + 1])
+            _check_halves(f"tensor {i} of {lead.name}", t, lead.weights, by_name.get(lead.weights, ())[i : i + 1])
         if outputs := {wanted.label for wanted in lists if wanted.written}:  # if not, lazy copies must stay lazy
-            yield from _of_overlaps(by_name, outputs, self.dense)
+            _check_overlaps(by_name, outputs, self.dense)
 
-    def _of_arguments(self, arguments: Iterable[tuple[Argument, Any]], device: torch.device) -> Errors:
-        for wanted, value in arguments:
-            name = wanted.name
-            if wanted.several:
-                yield name, _of_sequence(value)
-                if len(value) > MOST_FACTORS:
-                    wanted_count = "two at most are wanted: multiply some together"
-                    yield "there", ValueError(f"are {len(value)} {name}, {wanted_count}")
-                yield from self._of_arguments(((number(f"factor {k}"), each) for k, each in enumerate(value)), device)
-            elif wanted.optional and value is None:
-                continue
-            elif wanted.dtypes and (wanted.number is None or isinstance(value, Tensor)):
-                yield name, _of_one(value, device, wanted.dtypes)
-                yield name, self._of_output(value) if wanted.written else None
-            elif wanted.number is int:
-                if not isinstance(value, SupportsIndex) or not -(2**31) <= operator.index(value) < 2**31:
-                    yield name, TypeError(f"is {value!r}, an int of 32 bits is wanted")
-            elif not _is_number(value):
-                came = of_class(value) if wanted.dtypes else repr(value)
-                tensor = f", or a float32 or float64 tensor of one element on {device}" if wanted.dtypes else ""
-                yield name, TypeError(f"is {came}, a float is wanted{tensor}")
-
-    def _of_output(self, t: Tensor) -> Error:
-        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            way_out = "it cannot be written, hand over a `.clone()`"
-            return ValueError(f"overlaps itself (an expanded tensor, strides {list(t.stride())}): {way_out}")
-        if not t.requires_grad or not torch.is_grad_enabled():
-            return None
-        way_out = f"call {self.name} under torch.no_grad()"
-        return ValueError(f"requires grad, and autograd would not see the write: {way_out}")
+    def _check_argument(self, wanted: Argument, value: Any, device: torch.device) -> None:
+        name = wanted.name
+        if wanted.several:
+            _check_sequence(name, value)
+            if len(value) > MOST_FACTORS:
+                raise ValueError(f"there are {len(value)} {name}, two at most are wanted: multiply some together")
+            for k, each in enumerate(value):
+                self._check_argument(number(f"factor {k}"), each, device)
+        elif wanted.optional and value is None:
+            return
+        elif wanted.dtypes and (wanted.number is None or isinstance(value, Tensor)):
+            _check_one(name, value, device, wanted.dtypes)
+            if wanted.written:
+                _check_output(name, value, self.name)
+        elif wanted.number is int:
+            if not isinstance(value, SupportsIndex) or not -(2**31) <= operator.index(value) < 2**31:
+                raise TypeError(f"{name} is {value!r}, an int of 32 bits is wanted")
+        elif not _is_number(value):
+            came = of_class(value) if wanted.dtypes else repr(value)
+            tensor = f", or a float32 or float64 tensor of one element on {device}" if wanted.dtypes else ""
+            raise TypeError(f"{name} is {came}, a float is wanted{tensor}")
 
 
-def _of_sequence(tensors: object) -> Error:
-    if isinstance(tensors, (list, tuple)):
-        return None
-    return TypeError(f"is {of_class(tensors)}, a list or tuple of tensors is wanted")
+# The checks of one value: each raises an error that begins with the name of the value.
+
+
+def _check_sequence(name: str, tensors: object) -> None:
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{name} is {of_class(tensors)}, a list or tuple of tensors is wanted")
 
 
 def _names(dtypes: Iterable[torch.dtype], between: str) -> str:
     return between.join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _of_one(t: object, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Error:
-    """Return the error unless `t` is a plain tensor of one element, on `device` and of one of `dtypes`."""
+def _check_one(name: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise unless `t` is a plain tensor of one element, on `device` and of one of `dtypes`."""
     wanted = f"a {_names(dtypes, ' or ')} tensor of one element on {device} is wanted"
     if not isinstance(t, Tensor):
-        return TypeError(f"is {of_class(t)}, {wanted}")
+        raise TypeError(f"{name} is {of_class(t)}, {wanted}")
     if t.dtype not in dtypes or t.numel() != 1 or t.device != device or t.layout is not torch.strided or t.is_neg():
         lazy = "lazily negated " if t.is_neg() else ""
-        return ValueError(f"is a {lazy}{t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted}")
-    return TypeError(f"is {of_class(t)} without memory of its own, {wanted}") if _is_wrapper(t) or _is_void(t) else None
+        raise ValueError(f"{name} is a {lazy}{t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted}")
+    if _is_wrapper(t) or _is_void(t):
+        raise TypeError(f"{name} is {of_class(t)} without memory of its own, {wanted}")
 
 
-def _of_tensor(t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...]) -> Error:
-    """Return the error unless `t` is a plain tensor of one of `dtypes` on `device`, where `first` is."""
+def _check_tensor(name: str, t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise unless `t` is a plain tensor of one of `dtypes` on `device`, where `first` is."""
     if not isinstance(t, Tensor):
-        return TypeError(f"is {of_class(t)}, a tensor is wanted")
+        raise TypeError(f"{name} is {of_class(t)}, a tensor is wanted")
     if t.layout is not torch.strided:
         wanted = "a dense one is wanted: hand over its coalesced values (`t.coalesce().values()`), or a dense copy"
-        return TypeError(f"is {t.layout}, {wanted}")
+        raise TypeError(f"{name} is {t.layout}, {wanted}")
     if _is_wrapper(t):
         wanted = "a plain tensor is wanted: hand over the one inside it (`t.to_local()` of a DTensor)"
-        return TypeError(f"is {of_class(t)}, {wanted}")
+        raise TypeError(f"{name} is {of_class(t)}, {wanted}")
     if t.dtype not in dtypes:
         one_of = "one of " if len(dtypes) > 1 else ""
-        return TypeError(f"is {t.dtype}, {one_of}{_names(dtypes, ', ')} is wanted: convert it or leave it out")
+        raise TypeError(f"{name} is {t.dtype}, {one_of}{_names(dtypes, ', ')} is wanted: convert it or leave it out")
     if _is_void(t):
         wanted = "a plain tensor is wanted: hand over a copy (`t.clone()`), or call this outside of torch.func"
-        return TypeError(f"has no memory of its own (nested, a lazy zero, of torch.func, or freed), {wanted}")
+        raise TypeError(f"{name} has no memory of its own (nested, a lazy zero, of torch.func, or freed), {wanted}")
     if t.is_neg():
-        return ValueError("is a lazily negated view, call `.resolve_neg()` on it first")
+        raise ValueError(f"{name} is a lazily negated view, call `.resolve_neg()` on it first")
     end = t.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     if t.device.type != "meta" and t.numel() and t.untyped_storage().nbytes() < end * t.element_size():
         came = f"has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes"
-        why = "its memory was given back (a sharded parameter outside its forward?)"
-        return ValueError(f"{came}: {why}, hand over tensors that have theirs")
+        raise ValueError(f"{name} {came}: its memory was given back, hand over tensors that have theirs")
     if t.device != device:
         way_out = "one call takes one device, group the tensors by device"
-        return ValueError(f"is on {t.device}, {first} on {device}: {way_out}")
-    return None
+        raise ValueError(f"{name} is on {t.device}, {first} on {device}: {way_out}")
 
 
 def _is_wrapper(t: Tensor) -> bool:
@@ -270,59 +261,49 @@ def _is_void(t: Tensor) -> bool:
     return t.device.type in ("cpu", "cuda") and t.numel() != 0 and t.untyped_storage().nbytes() == 0
 
 
-def _of_pair(t: Tensor, of: str, first: Tensor, dense: bool) -> Error:
-    """Return the error unless `t` has the shape, kind of type and memory order of `first`, which is called `of`."""
+def _check_pair(name: str, t: Tensor, of: str, first: Tensor, dense: bool) -> None:
+    """Raise unless `t` has the shape, kind of type and memory order of `first`, which is called `of`."""
     if t.shape != first.shape:
-        return ValueError(f"has shape {list(t.shape)}, {of} has {list(first.shape)}")
+        raise ValueError(f"{name} has shape {list(t.shape)}, {of} has {list(first.shape)}")
     if (t.dtype == torch.float64) != (first.dtype == torch.float64):
-        return TypeError(f"is {t.dtype}, {of} has {first.dtype}: float64 stays float64, convert one of the two first")
-    if not dense or (t.is_contiguous() and first.is_contiguous()):
-        return None
+        way_out = "float64 stays float64, convert one of the two first"
+        raise TypeError(f"{name} is {t.dtype}, {of} has {first.dtype}: {way_out}")
     differ = any(size != 1 and a != b for size, a, b in zip(t.shape, t.stride(), first.stride(), strict=True))
-    if not differ and torch.ops.aten.is_non_overlapping_and_dense(t):
-        return None
-    wanted = "one memory order without gaps or overlaps is wanted, hand over a copy in the parameter's"
-    return ValueError(f"has strides {list(t.stride())}, {of} has {list(first.stride())}: {wanted}")
+    if dense and (differ or not torch.ops.aten.is_non_overlapping_and_dense(t)):
+        wanted = "one memory order without gaps or overlaps is wanted, hand over a copy in the parameter's"
+        raise ValueError(f"{name} has strides {list(t.stride())}, {of} has {list(first.stride())}: {wanted}")
 
 
-def _of_scales(scales: Tensor, codes: Tensor) -> Error:
-    count = -(-codes.numel() // BLOCK)
-    if scales.shape == (count,) and scales.is_contiguous():
-        return None
-    wanted = f"[{count}] is wanted, contiguous: one scale for {BLOCK} of {codes.numel()} elements"
-    return ValueError(f"has shape {list(scales.shape)}, {wanted}")
+def _check_output(name: str, t: Tensor, kernel: str) -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+        came = f"{name} overlaps itself (an expanded tensor, strides {list(t.stride())})"
+        raise ValueError(f"{came}: it cannot be written, hand over a `.clone()`")
+    if t.requires_grad and torch.is_grad_enabled():
+        way_out = f"call {kernel} under torch.no_grad()"
+        raise ValueError(f"{name} requires grad, and autograd would not see the write: {way_out}")
 
 
-def _of_halves(t: Tensor, name: str, weights: Tensors) -> Error:
-    """Return the error if `t` is int16 (a low half) without a bfloat16 weight, or bfloat16 with a weight."""
+def _check_halves(name: str, t: Tensor, low: str, weights: Tensors) -> None:
+    """Raise if `t` is int16 (a low half) without a bfloat16 weight, or bfloat16 with a weight."""
+    came = weights[0].dtype if weights else None
     if t.dtype == torch.bfloat16 and weights:
-        return TypeError(
-            f"is torch.bfloat16, a weight without master, and {name} has another: hand over None for {name}"
-        )
-    if t.dtype == torch.int16 and [weight.dtype for weight in weights] != [torch.bfloat16]:
-        came = weights[0].dtype if weights else None
-        return TypeError(
-            f"is torch.int16, half of a split master, and its weight in {name} is {came}: bfloat16 is wanted"
-        )
-    return None
+        raise TypeError(f"{name} is torch.bfloat16, a weight without master: None is wanted for {low}")
+    if t.dtype == torch.int16 and came != torch.bfloat16:
+        wanted = f"its weight in {low} is {came}: bfloat16 is wanted"
+        raise TypeError(f"{name} is torch.int16, half of a split master, and {wanted}")
 
 
-def _of_draws(name: str, tensors: Tensors, seed: object, draws: Any, starts: Any) -> Errors:
-    """Yield an error unless `draws` and `starts` are empty or have one int for each tensor; bfloat16 requires draws."""
-    if not _is_int64(seed):
-        yield "seed", TypeError(f"is {seed!r}, an int of 64 bits is wanted")
-    for what, numbers in (("draws", draws), ("starts", starts)):
+def _check_draws(name: str, tensors: Tensors, seed: object, draws: Any, starts: Any) -> None:
+    """Raise unless `draws` and `starts` are empty or have one int for each tensor; bfloat16 requires draws."""
+    for what, numbers in (("seed", [seed]), ("draws", draws), ("starts", starts)):
         if not isinstance(numbers, (list, tuple)) or not all(map(_is_int64, numbers)):
-            yield what, TypeError(f"is {numbers!r}, a list or tuple of ints of 64 bits is wanted")
-        if numbers and len(numbers) != len(tensors):
-            wanted = f"{name} has {len(tensors)} tensors: one each is wanted"
-            yield "there", ValueError(f"are {len(numbers)} {what}, {wanted}")
+            raise TypeError(f"{what} is {numbers!r}, a list or tuple of ints of 64 bits is wanted")
+        if what != "seed" and numbers and len(numbers) != len(tensors):
+            raise ValueError(f"there are {len(numbers)} {what}, {name} has {len(tensors)} tensors: one each is wanted")
     if min(starts, default=0) < 0:
-        yield "starts", ValueError(f"is {starts!r}, places of elements from 0 on are wanted")
-    for i, t in enumerate(tensors):
-        if t.dtype == torch.bfloat16 and not draws:
-            wanted = "there are no draws: hand over a seed and a draw for each tensor"
-            yield f"tensor {i} of {name}", ValueError(f"is torch.bfloat16, to be rounded stochastically, and {wanted}")
+        raise ValueError(f"starts is {starts!r}, places of elements from 0 on are wanted")
+    if not draws and any(t.dtype == torch.bfloat16 for t in tensors):
+        raise ValueError(f"{name} has bfloat16 tensors, to be rounded stochastically: a seed and draws are wanted")
 
 
 def _is_int64(value: object) -> bool:
@@ -338,8 +319,8 @@ def _is_number(value: object) -> bool:
         return False
 
 
-def _of_overlaps(lists: Mapping[str, Tensors], outputs: set[str], dense: bool) -> Errors:
-    """Yield an error if an output shares memory with another output, or with a tensor that is read.
+def _check_overlaps(lists: Mapping[str, Tensors], outputs: set[str], dense: bool) -> None:
+    """Raise if an output shares memory with another output, or with a tensor that is read.
 
     If not `dense`, an output is compared only with the tensors that are read at its index. It may have exactly their
     elements. Of an output with gaps, only the first element is known.
@@ -359,7 +340,7 @@ def _of_overlaps(lists: Mapping[str, Tensors], outputs: set[str], dense: bool) -
             one_written = {a, b} & outputs and (dense or (k == m and not _may_be_both(lists[a][k], lists[b][k])))
             if one_written or {a, b} <= outputs:
                 pair = f"tensors {k} and {m} of {a} overlap" if a == b else f"tensor {k} of {a} overlaps {m} of {b}"
-                yield pair, ValueError("in memory: hand over each element once, or a `.clone()`")
+                raise ValueError(f"{pair} in memory: hand over each element once, or a `.clone()`")
         begun.append((end, name, i))
 
 
