@@ -72,7 +72,7 @@ def enter() -> None:
         portions.check_lbfgs,
         coded_steps.check,
     ]
-    joints.check_group += [zero_redundancy.check_group, fsdp.check_group]
+    joints.check_group += [fsdp.check_group]
     joints.enter_optimizer += [
         compressed_states.enter,
         coded_steps.enter,

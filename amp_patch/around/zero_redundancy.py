@@ -20,8 +20,7 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
     """Raise ValueError if a ZeroRedundancyOptimizer cannot train under `policy`; return for any other optimizer.
 
     It cannot if it steps in backward and the policy checks gradients or casts the model; if masters are rounded
-    stochastically; or if its parameters are views into FP32 buckets, and masters have no FP32 memory or the cast
-    model has no masters.
+    stochastically; or if its parameters are views into FP32 buckets, and the policy casts the model.
     """
     if not is_zero(optimizer):
         return
@@ -34,27 +33,11 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
     if policy.master_weights == STOCHASTIC:
         why = reason(STOCHASTIC, "ZeRO")
         raise ValueError(f"initialize: master_weights='stochastic' is not for a ZeroRedundancyOptimizer: {why}")
-    if optimizer.parameters_as_bucket_view and policy.closes_masters:
-        raise ValueError(
-            "initialize: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True: its FP32 buffers would keep "
-            f"the memory that master_weights={policy.master_weights!r} is for; make it with "
-            "parameters_as_bucket_view=False, or leave master_weights at None"
-        )
-    if optimizer.parameters_as_bucket_view and policy.cast_model_type is not None and not policy.master_weights:
+    if optimizer.parameters_as_bucket_view and policy.cast_model_type is not None:
         raise ValueError(
             "initialize: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True: its parameters are parts of "
             f"FP32 buffers, which the cast of opt_level {policy.opt_level!r} would leave; make it with "
-            "parameters_as_bucket_view=False, or use O2"
-        )
-
-
-def check_group(optimizer: Any, *_: Any) -> None:
-    """Raise if `optimizer` is a ZeroRedundancyOptimizer whose FP32 buckets cannot take low-precision parameters."""
-    if is_zero(optimizer) and optimizer.parameters_as_bucket_view:
-        raise ValueError(
-            "add_param_group: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True, whose FP32 buffers "
-            "cannot take low-precision parameters; make it with parameters_as_bucket_view=False, or give all groups "
-            "at its construction"
+            "parameters_as_bucket_view=False, or use O1 or O4"
         )
 
 

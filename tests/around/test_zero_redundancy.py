@@ -81,7 +81,7 @@ def test_zero_redundancy_optimizer_does_what_the_plain_one_does_with_half_the_st
 def test_zero_redundancy_optimizer_with_clipping_and_parameters_in_buckets(ranks, level):
     for kind in ("SGD", "Adam"):
         plain = ranks(zero, level, 5, sharded=False, kind=kind, clip=True)
-        sharded = ranks(zero, level, 5, kind=kind, clip=True, parameters_as_bucket_view=level not in CLOSED)
+        sharded = ranks(zero, level, 5, kind=kind, clip=True, parameters_as_bucket_view=level == "O1")
         assert same(both_alike([result["learned"] for result in sharded]), plain[0]["learned"])
 
 
@@ -172,22 +172,14 @@ def zero_refused() -> None:
         with pytest.raises(ValueError, match=r"overlap_with_ddp=True.*overlap_with_ddp=False, or use O0 or O4"):
             model = mlp()
             amp.initialize(model, zero_of(model.parameters(), overlap_with_ddp=True), opt_level=level)
-    model = mlp()
-    with pytest.raises(ValueError, match=r"parameters_as_bucket_view=True.*, or use O2"):
-        amp.initialize(model, zero_of(model.parameters(), parameters_as_bucket_view=True), opt_level="O3")
-    for level in CLOSED:
-        with pytest.raises(ValueError, match=r"parameters_as_bucket_view=True: its FP32 buffers.*_bucket_view=False"):
+    for level in ("O2", "O3", *CLOSED):
+        with pytest.raises(ValueError, match=r"parameters_as_bucket_view=True.*_bucket_view=False, or use O1 or O4"):
             model = mlp()
             start(model, zero_of(model.parameters(), parameters_as_bucket_view=True), level)
     for level, option in (("O5+stochastic", "master_weights='stochastic'"), ("O4+8bit", "optimizer_state='8bit'")):
         model = mlp()
-        with pytest.raises(ValueError, match=rf"{option} is not for a ZeroRedundancyOptimizer: .*fully_shard"):
+        with pytest.raises(ValueError, match=rf"{option} is not for a ZeroRedundancyOptimizer: "):
             start(model, zero_of(model.parameters()), level)
-    model = mlp()
-    optimizer = zero_of(model[1].parameters(), parameters_as_bucket_view=True)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
-    with pytest.raises(ValueError, match=r"add_param_group.*parameters_as_bucket_view=False"):
-        optimizer.add_param_group({"params": list(model[3].parameters())})
 
 
 def test_unsupported_uses_of_a_zero_redundancy_optimizer_are_refused_with_the_way_out(ranks):
