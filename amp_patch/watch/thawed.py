@@ -1,8 +1,8 @@
 """Parameters that were frozen at `initialize` and are unfrozen later.
 
 If an optimizer holds such a parameter, it is in low precision without a master. `watch` hooks the backwards, steps and
-loads of that optimizer and the loads of models, and makes the master. If no optimizer holds it, nothing trains it.
-`watch_unowned` hooks the backwards and steps of the training, and warns.
+loads of that optimizer and the loads of models, and makes the master. If no optimizer holds it, `watch_unowned`
+has its gradients unscaled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from amp_patch.model.tensors import before_load
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
-from amp_patch.support.scripts_line import warn
 from amp_patch.training import joints
 from amp_patch.training.optimizer import widen
 from amp_patch.training.stash import Neighbours, Stash, enabled_stash, known_stash, note_sharing
@@ -159,44 +158,25 @@ def watch_unowned(training: Training, models: list[nn.Module], targets: list[Any
     """Register a search for parameters that user code unfreezes: frozen ones of `models` that no optimizer holds.
 
     The search runs before each backward. A parameter that it finds becomes unowned: the exit of `scale_loss` unscales
-    the parameter's gradient. A step that finds gradients of such parameters warns once, because nothing trains them.
+    the parameter's gradient.
 
     Args:
         targets: the optimizers of `training`, which has just been entered.
     """
 
-    def in_none(params: list[Tensor]) -> list[Tensor]:
-        held = _held(all_optimizers())
-        return [param for param in params if id(param) not in held]
-
     def find(optimizer: Any, stash: Stash) -> None:
         if found := [param for ref in frozen if (param := ref()) is not None and param.requires_grad]:
             frozen[:] = [ref for ref in frozen if (param := ref()) is not None and not param.requires_grad]
-            unowned = in_none(found)
-            thawed.extend(unowned)
-            stash.neighbours.siblings.unowned += unowned
-
-    def warn(optimizer: Any, stash: Stash) -> None:
-        if found := in_none([param for param in thawed if own_grad(param) is not None]):
-            thawed.clear()
-            _warn_of_thawed(optimizer, [stash.names().get(param, "?") for param in found])
+            held = _held(all_optimizers())
+            stash.neighbours.siblings.unowned += [param for param in found if id(param) not in held]
 
     own = _held(targets)
     every: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters() if not p.requires_grad}
-    frozen, thawed = [weakref.ref(param) for key, param in every.items() if key not in own], list[Tensor]()
+    frozen = [weakref.ref(param) for key, param in every.items() if key not in own]
     for stash in map(known_stash, targets) if frozen else ():
         stash.neighbours.before_backward.append(find)
-        stash.neighbours.before_step.append(warn)
 
 
 def _held(optimizers: list[Any]) -> set[int]:
     """Return the ids of the models' parameters that `optimizers` hold, themselves or through masters."""
     return {id(p) for each in optimizers for p, _ in known_stash(each).masters.pairs(each.param_groups)}
-
-
-def _warn_of_thawed(optimizer: Any, names: list[str]) -> None:
-    warn(
-        f"{base_class(optimizer).__name__}.step: {names[0]!r} was frozen at initialize(), has a gradient now"
-        f"{f' (so have {len(names) - 1} more)' if len(names) > 1 else ''}, and is in no optimizer, so that nothing "
-        "trains it: call optimizer.add_param_group({'params': ...}) where its requires_grad is set"
-    )

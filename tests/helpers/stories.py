@@ -26,7 +26,6 @@ RATES = (0.125, 0.0625)  # of the two groups of an optimizer
 DESERVED = (
     ".*gathered for this optimizer",
     "scale_loss. the loss depends on no parameter",  # all of them are frozen
-    ".*was frozen at initialize.., has a gradient now",
     r"Detected call of `lr_scheduler.step\(\)`",
 )
 RESUMED_AT = ("O0", "O1", "O2", "O3", "O4", "O5", "split")
