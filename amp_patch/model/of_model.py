@@ -40,7 +40,6 @@ class ModelState:
         policy: the training's policy.
         low_buffers: names of buffers that were low precision before `initialize`.
         on_demand: whether `state_dict()` makes the masters, because no optimizer trains the model.
-        forms: the training's `Rounding` of stochastic masters, which knows the positions of the model's parameters.
         handles: handles of changes that `restore` undoes: hooks on FSDP modules, functions that attributes hold.
         guests: the optional features of the forward, each with its own state (joints.py).
         links: finds masters of the model that were written and not yet copied back into their weights.
@@ -50,7 +49,6 @@ class ModelState:
     policy: Policy
     low_buffers: frozenset[str] = frozenset()
     on_demand: bool = False
-    forms: tuple[Any, ...] = ()
     handles: list[Any] = field(default_factory=list)
     guests: Guests = field(default_factory=Guests)
     links: ModelLinks = field(default_factory=ModelLinks)
@@ -65,21 +63,18 @@ class ModelState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes the other fields anew: they reference parameters and hooks of the original.
-        state = {name: getattr(self, name) for name in ("policy", "low_buffers", "on_demand", "forms")}
+        state = {name: getattr(self, name) for name in ("policy", "low_buffers", "on_demand")}
         state["guests"] = [guest for guest in self.guests.all if guest.copied]
         model = None if self.links.model is None else self.links.model()
         if model is not None:
-            state["places"] = [form.places(model.parameters()) for form in self.forms]
             state["copied"] = [found for copier in joints.copied if (found := copier(model, self)) is not None]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        guests, places, copied = Guests(state.pop("guests")), state.pop("places", ()), state.pop("copied", ())
+        guests, copied = Guests(state.pop("guests")), state.pop("copied", ())
         self.__init__(**state, guests=guests)  # type: ignore[misc]
         for function, value in copied:
             function(self, value)
-        for form, place in zip(self.forms, places, strict=False):
-            form.place(place)
         emulate(self.policy)  # an unpickled model may be in a new process
         if self.policy.makes_low_tensors:
             install.install(self.policy.op_lists if self.policy.casts_calls else install.ALONE)

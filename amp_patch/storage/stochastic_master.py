@@ -6,7 +6,6 @@ its size. Rounding to nearest would lose it in every step.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -27,7 +26,6 @@ _EDITS, _NUMBER = 32, 40
 _MOST_EDITS = (1 << _NUMBER - _EDITS) - 1
 _STEPS = (1 << _EDITS) - 1
 ROUNDING = "stochastic_rounding"  # the key of the Rounding in the `state_dict` of a training
-ORDER = "model"  # steps in a state dict are ordered by the parameters' positions in the training's models
 
 
 class Rounding(Form):
@@ -35,8 +33,9 @@ class Rounding(Form):
 
     The bits of a step depend only on the seed, the number of the master (the position of its parameter in the
     training's models), and the number of its steps. They are the same on each process of a DDP training, in portions
-    and in one pass, and after a checkpoint with `state_dict`. They do not depend on the
-    original dtype of the parameters, the order of the groups, or on parameters that are unfrozen later.
+    and in one pass, and after a checkpoint with `state_dict`. They do not depend on the original dtype of the
+    parameters, the order of the groups, or on parameters that are unfrozen later. (In a copied training such parameters
+    get the next numbers.)
 
     Attributes:
         seed: 63 bits, 0 unless `load_state_dict` has set it. It is not drawn from torch's generator, because processes
@@ -44,39 +43,26 @@ class Rounding(Form):
     """
 
     is_exact = False
-    _next = 0  # the number of the next master without a position; a default for older pickles
 
     def __init__(self) -> None:
         self.seed = 0
         self._masters: dict[int, weakref.ref[ClosedMaster]] = {}  # by the number of the master
-        self._positions: dict[
-            int, int
-        ] = {}  # by the id of the parameter, which a weak reference would keep from being swapped
+        # By the id of the parameter, which a weak reference would keep from being swapped.
+        self._positions: dict[int, int] = {}
+        self._next = 0  # the number of the next master without a position
         self._later: dict[int, int] = {}  # number of a master to be made -> its loaded count of steps
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied model has its parameters' positions, and calls `place`.
         fresh = {"_masters": {}, "_positions": {}, "_later": {**self._later, **self._steps()}}
         return {**vars(self), **fresh}
 
     def number(self, params: Iterable[Tensor]) -> None:
         """Number the masters of `params` from 0, in this order. Masters of other parameters get the next numbers."""
-        self.place((param, position) for position, param in enumerate(params))
+        self._positions = {id(param): position for position, param in enumerate(params)}
         self._next = len(self._positions)
 
-    def places(self, params: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-        """Return the `params` that have a position, with their positions."""
-        return [(param, place) for param in params if (place := self._position(param)) is not None]
-
-    def place(self, places: Iterable[tuple[Tensor, int]]) -> None:
-        """Give copied parameters the positions that `places` has returned for the originals."""
-        self._positions.update({id(param): position for param, position in places})
-
-    def _position(self, param: Tensor) -> int | None:
-        return self._positions.get(id(param))
-
     def _number_of(self, param: Tensor) -> int:
-        number = self._position(param)
+        number = self._positions.get(id(param))
         if number is None or ((ref := self._masters.get(number)) is not None and ref() is not None):
             number = self._next
         return number
@@ -128,7 +114,7 @@ class Rounding(Form):
         """Return the seed, and the counts of steps ordered by the number of the master."""
         steps = {**self._later, **self._steps()}
         in_order = [steps.get(number, 0) for number in range(max(steps, default=-1) + 1)]
-        return {"seed": self.seed, "steps": in_order, "order": ORDER}
+        return {"seed": self.seed, "steps": in_order}
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the seed and the counts of steps from a `state_dict`."""
@@ -154,21 +140,13 @@ def _known(master: ClosedMaster) -> int:
 
 def _checked(state: Any) -> tuple[int, list[int]]:
     try:
-        seed, steps, order = state["seed"], list(state["steps"]), state.get("order")
+        seed, steps = state["seed"], list(state["steps"])
         right = all(type(number) is int and number >= 0 for number in (seed, *steps)) and seed < 2**63
     except (AttributeError, KeyError, TypeError, IndexError):
         right = False
     if not right:
         raise ValueError(
             f"load_state_dict: stochastic_rounding is {state!r}; wanted {{'seed': a whole number from 0 to 2**63 - 1, "
-            "'steps': a list of whole numbers, 'order': 'model'}}"
-        )
-    if any(steps) and order != ORDER:
-        raise ValueError(
-            f"load_state_dict: stochastic_rounding has order {order!r}; wanted {ORDER!r}: an older amp_patch, "
-            "which numbered masters in another way, has written it; load it with 'steps': [], which counts from 0 again"
+            "'steps': a list of whole numbers}}"
         )
     return seed, steps
-
-
-sys.modules["amp_patch.masters.stochastic_master"] = sys.modules[__name__]  # pickles of 0.4 import it under this name

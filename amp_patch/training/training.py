@@ -248,8 +248,7 @@ def enter(training: Training, shared: Siblings, models: list[nn.Module], targets
     held = [{p for group in target.param_groups for p in group["params"]} for target in targets]
     owned = set[Tensor]().union(*held)
     everything = dict.fromkeys(p for model in models for p in model.parameters())
-    forms = tuple(training.scalers[0].beside.values())
-    for form in forms:
+    for form in training.scalers[0].beside.values():
         form.number(everything)
     shared.unowned = [p for p in everything if p not in owned and p.requires_grad]
     sharded = [(module, set(module.parameters())) for module in fsdp.fsdp_modules(models)]
@@ -266,8 +265,6 @@ def enter(training: Training, shared: Siblings, models: list[nn.Module], targets
     else:
         entry = Entry(policy, kept, buffers, training.dialect.takes_infinite_inputs)
         model_forward.enter_training(models, entry, setup.methods, on_demand=not targets)
-        for model in models:
-            vars(model)["_amp"].forms = forms
     if policy.cast_model_type is not None:
         model_tensors.cast(params, policy.cast_model_type)
         for target in targets:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pickle
 
 import pytest
 import torch
@@ -124,9 +123,3 @@ def test_custom_functions_of_the_older_names(with_cuda):
     with amp_patch.cuda.amp.autocast():
         Plain.apply(x).sum().backward()
     assert seen[2:] == [(HALF, HALF)]
-
-
-@pytest.mark.parametrize(("module", "name"), [("masters.stochastic_master", "Rounding")])
-def test_what_pickles_of_0_4_name_is_found_where_it_is_now(module, name):
-    found = pickle.loads(f"camp_patch.{module}\n{name}\n.".encode())
-    assert found.__name__ == name and found.__module__ != f"amp_patch.{module}"
