@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -78,7 +77,6 @@ class FP16_Optimizer:
         self.verbose = verbose
         self.optimizer = init_optimizer
         self.overflow = False
-        self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
         self._masters = of_optimizer.Masters()
         self._own_unscaled = False  # whether the gradients of parameters without master were unscaled in place
@@ -176,28 +174,20 @@ class FP16_Optimizer:
             return None
         return [[None if p.grad is None else p.grad.data for p in group["params"]] for group in self.param_groups]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the masters, then the model's parameters. After an overflow change nothing.
-
-        A `closure` must zero the gradients, compute the loss, call `self.backward(loss)` and return the loss. If its
-        gradients overflow, it is called again, with the smaller scale.
-
-        Raises:
-            FloatingPointError: a closure's gradients overflow at the smallest scale.
-        """
-        if closure is None and self.overflow:
+    def step(self, closure: None = None) -> Any:
+        """Update the masters, then the model's parameters. After an overflow change nothing. A closure is refused."""
+        if closure is not None:
+            raise RuntimeError(
+                "FP16_Optimizer.step: a closure computes new gradients inside step(), after the check for overflow; "
+                "call the closure's body first, then step() without it"
+            )
+        if self.overflow:
             if self.verbose:
                 logger.warning("Gradient overflow: skipped the step; loss scale is now %g", self.loss_scale)
             return None
         links = self._masters.links
         settle(links)  # the user may have written into the model, or loaded a checkpoint
-        if closure is None:
-            result = self.optimizer.step()
-        else:
-            try:
-                result = self.optimizer.step(lambda: self._evaluate(closure))
-            finally:
-                self.first_closure_call_this_step = True
+        result = self.optimizer.step()
         publish(links)
         return result
 
@@ -207,7 +197,7 @@ class FP16_Optimizer:
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
-            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "first_closure_call_this_step": True,  # a key that Apex's class reads
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
         }
@@ -232,25 +222,10 @@ class FP16_Optimizer:
         self.loss_scaler = DynamicLossScaler(**_DYNAMIC) if self.dynamic_loss_scale else LossScaler()
         vars(self.loss_scaler).update({k: v for k, v in values.items() if k in vars(self.loss_scaler)})
         self.overflow = state_dict["overflow"]
-        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
         for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
             for master, saved in zip(group, saved_group, strict=True):
                 master.copy_(saved)
         publish(self._masters.links)
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        if not self.first_closure_call_this_step:
-            publish(self._masters.links)  # the optimizer has moved the masters since its first call
-        self.first_closure_call_this_step = False
-        while True:
-            before = self.loss_scale
-            loss = closure()
-            if not self.overflow:
-                return loss
-            if self.loss_scale == before:
-                raise FloatingPointError(
-                    f"FP16_Optimizer.step: the closure's gradients are not finite at the smallest scale, {before:g}"
-                )
 
     def _held(self) -> list[Tensor]:
         """Return the tensors that the wrapped optimizer updates."""
