@@ -48,6 +48,7 @@ DIFFERENCES = {
     "differ in type",
     r"apex\.normalization\.fused_layer_norm\.\w+": "memory_efficient has no effect",
     r"apex\.fp16_utils\.FP16_Optimizer": "step(closure) is refused",
+    r"apex\.fp16_utils\.(prep_param_lists|\w+_to_(master|model)_\w+)": "flat_master=True is refused",
     r"apex\.multi_tensor_apply\.(multi_tensor_applier|MultiTensorApply)": "available is True without the extension "
     "too; the chunk size has no effect",
     r"amp_C\.multi_tensor_(sgd|adam|adagrad|novograd|lamb)\w*": "gradients are only read: Apex's multi_tensor_lamb "

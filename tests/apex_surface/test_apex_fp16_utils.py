@@ -95,54 +95,52 @@ def test_fp16model_casts_its_inputs():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dtype", LOW)
-def test_training_with_prep_param_lists(device, flat, dtype):
+def test_training_with_prep_param_lists(device, dtype):
     model = nn.Linear(2, 2, bias=False).to(device, dtype)
     frozen = nn.Linear(2, 2).to(device, dtype).requires_grad_(False)
     both = nn.ModuleList([model, frozen])
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    model_params, master_params = prep_param_lists(both, flat_master=flat)
+    model_params, master_params = prep_param_lists(both)
     assert model_params == [model.weight]
     (master,) = master_params
-    assert master.dtype is torch.float32 and master.requires_grad and master.dim() == (1 if flat else 2)
+    assert master.dtype is torch.float32 and master.requires_grad and master.shape == (2, 2)
     optimizer = torch.optim.SGD(master_params, lr=2.0**-12)
     model(torch.tensor([[1.0, 2.0]], device=device, dtype=dtype)).sum().backward()
-    model_grads_to_master_grads(model_params, master_params, flat_master=flat)
+    model_grads_to_master_grads(model_params, master_params)
     assert master.grad.dtype is torch.float32 and master.grad.flatten().tolist() == [1.0, 2.0, 1.0, 2.0]
     gradient = master.grad
     for _ in range(2):
-        model_grads_to_master_grads(model_params, master_params, flat_master=flat)
+        model_grads_to_master_grads(model_params, master_params)
         assert master.grad is gradient and gradient.flatten().tolist() == [1.0, 2.0, 1.0, 2.0]
         optimizer.step()
     expected = torch.tensor([1.0, 2.0, 3.0, 4.0]) - torch.tensor([1.0, 2.0, 1.0, 2.0]) * 2.0**-11
     assert master.flatten().tolist() == expected.tolist()
-    master_params_to_model_params(model_params, master_params, flat_master=flat)
+    master_params_to_model_params(model_params, master_params)
     assert model.weight.flatten().tolist() == expected.to(dtype).tolist()
 
 
 def test_a_stale_gradient_does_not_stay_in_a_master():
     model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]).half()
-    for flat in (False, True):
-        params, masters = prep_param_lists(model, flat)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        model_grads_to_master_grads(params, masters, flat)
-        params[0].grad = None
-        model_grads_to_master_grads(params, masters, flat)
-        if flat:
-            assert masters[0].grad.tolist() == [0.0, 1.0]
-        else:
-            assert masters[0].grad is None and masters[1].grad.tolist() == [[1.0]]
+    params, masters = prep_param_lists(model)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    model_grads_to_master_grads(params, masters)
+    params[0].grad = None
+    model_grads_to_master_grads(params, masters)
+    assert masters[0].grad is None and masters[1].grad.tolist() == [[1.0]]
 
 
-def test_flat_master_takes_several_types_and_refuses_several_devices():
-    model = network_to_half(net())
-    params, (master,) = prep_param_lists(model, flat_master=True)
-    assert master.tolist() == torch.cat([p.detach().float().flatten() for p in params]).tolist()
-    with pytest.raises(ValueError, match="use flat_master=False"):
-        prep_param_lists(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")]), flat_master=True)
+def test_one_flat_master_is_refused():
+    params, masters = prep_param_lists(model := nn.Linear(1, 1))
+    calls = (
+        lambda: prep_param_lists(model, flat_master=True),
+        lambda: model_grads_to_master_grads(params, masters, True),
+    )
+    for call in (*calls, lambda: master_params_to_model_params(params, masters, True)):
+        with pytest.raises(ValueError, match=r"^\w+: flat_master=True is not supported; use flat_master=False"):
+            call()
 
 
 def test_to_python_float_and_clip_grad_norm():

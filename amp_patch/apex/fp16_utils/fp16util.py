@@ -88,22 +88,11 @@ class FP16Model(nn.Module):
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
     """Return (model_params, master_params): the trainable parameters, and FP32 copies of them that require grad.
 
-    With `flat_master` there is one master, a 1-D tensor with a gradient of zeros. The parameters must then be on one
-    device, but may have several types (Apex requires one).
+    `flat_master=True`, Apex's one tensor of all parameters, is refused here and in the next two functions.
     """
+    _refuse_flat("prep_param_lists", flat_master)
     model_params = [param for param in model.parameters() if param.requires_grad]
-    copies = [param.detach().clone().float() for param in model_params]
-    if not flat_master:
-        return model_params, [copy.requires_grad_() for copy in copies]
-    devices = sorted({str(param.device) for param in model_params})
-    if len(devices) != 1:
-        raise ValueError(
-            f"prep_param_lists: flat_master puts all parameters into one tensor, but they are on {devices or 'nothing'}"
-            "; use flat_master=False"
-        )
-    master = nn.Parameter(torch.cat([copy.flatten() for copy in copies]))
-    master.grad = torch.zeros_like(master)
-    return model_params, [master]
+    return model_params, [param.detach().clone().float().requires_grad_() for param in model_params]
 
 
 @torch.no_grad()
@@ -112,26 +101,15 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copy the gradients of the model into FP32 gradients of the masters. Scaled gradients stay scaled.
 
-    If a master has a gradient, it is written in place. If a parameter has no gradient, its master's becomes None; in a
-    flat master, zeros.
+    If a master has a gradient, it is written in place. If a parameter has no gradient, its master's becomes None.
     """
-    if not flat_master:
-        for param, master in zip(model_params, master_params, strict=True):
-            if param.grad is None:
-                master.grad = None
-            elif master.grad is None:
-                master.grad = torch.empty_like(master)
-        grads = [(p.grad, m.grad) for p, m in zip(model_params, master_params, strict=True)]
-    else:
-        (master,) = master_params
-        if master.grad is None:
+    _refuse_flat("model_grads_to_master_grads", flat_master)
+    for param, master in zip(model_params, master_params, strict=True):
+        if param.grad is None:
+            master.grad = None
+        elif master.grad is None:
             master.grad = torch.empty_like(master)
-        grads = []
-        for param, part in zip(model_params, _parts(master.grad, model_params), strict=True):
-            if param.grad is None:
-                part.zero_()
-            else:
-                grads.append((param.grad, part))
+    grads = [(p.grad, m.grad) for p, m in zip(model_params, master_params, strict=True)]
     _copy((grad, copy) for grad, copy in grads if grad is not None and copy is not None)
 
 
@@ -140,8 +118,15 @@ def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
     """Round the masters into the model's parameters, in place."""
-    masters = _parts(master_params[0], model_params) if flat_master else master_params
-    _copy(zip(masters, model_params, strict=True))
+    _refuse_flat("master_params_to_model_params", flat_master)
+    _copy(zip(master_params, model_params, strict=True))
+
+
+def _refuse_flat(name: str, flat_master: bool) -> None:
+    if flat_master:
+        raise ValueError(
+            f"{name}: flat_master=True is not supported; use flat_master=False, a master for each parameter"
+        )
 
 
 def to_python_float(t: Any) -> float:
@@ -152,12 +137,6 @@ def to_python_float(t: Any) -> float:
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Tensor:
     """Call `torch.nn.utils.clip_grad_norm_`. At O2 amp_patch has patched it to clip the masters of `parameters`."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **kwargs)
-
-
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` with the shapes of the tensors in `like`, in order."""
-    views = flat.detach().split([tensor.numel() for tensor in like])
-    return [view.view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
 
 
 def _copy(pairs: Iterable[tuple[Any, Tensor]]) -> None:
