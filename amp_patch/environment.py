@@ -1,7 +1,8 @@
 """Opt levels from outside the code: names with rungs ("O5+split"), and environment variables that override a script.
 
 A rung is a word after the level's name. It sets an option of `initialize` that stores masters, the optimizer's state or
-activations in fewer bytes, or the format of products at O6 and O7 ("O6+mxfp8"). `RUNGS` lists them.
+activations in fewer bytes, keeps masters on the host, or sets the format of products at O6 and O7 ("O6+mxfp8").
+`RUNGS` lists them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ RUNGS = {
     STOCHASTIC: ("master_weights", STOCHASTIC),
     "8bit": ("optimizer_state", "8bit"),
     "act8": ("saved_activations", "8bit"),
+    "offload": ("master_device", "cpu"),
 }
 
 Choice = TypeVar("Choice")
@@ -153,7 +155,7 @@ def name_of(policy: Policy) -> str:
     found = {
         "dtype": policy.product_format,
         "master_weights": masters,
-        **{name: getattr(policy, name) for name in ("optimizer_state", "saved_activations")},
+        **{name: getattr(policy, name) for name in ("optimizer_state", "saved_activations", "master_device")},
     }
     return str(NamedLevel(policy.opt_level, {option: value for option, value in found.items() if value is not None}))
 

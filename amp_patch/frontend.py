@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,7 @@ def initialize(
     low_precision_norms: Flag | None = None,
     optimizer_state: State | None = None,
     saved_activations: State | None = None,
+    master_device: Literal["cpu"] | None = None,
     fp32_state: ParamRule | Iterable[ParamRule] = (),
     gradient_release: Flag = False,
 ) -> Any:
@@ -179,6 +180,9 @@ def initialize(
         saved_activations: "8bit" stores the floating tensors of 4,096 elements or more that autograd saves in the
             models' forwards as E4M3 codes with a scale for each 256 elements, and decodes them in backward (the idea of
             ActNN, 2021). At O1, O2, O4 and O5; refused under `fully_shard`. Parameters and statistics stay exact.
+        master_device: "cpu" keeps masters and optimizer state in the host's memory, where the step runs: the device has
+            low-precision weights and gradients alone. At O2 and O5 with whole masters; refused by name under
+            `fully_shard`, ZeRO, CUDA graphs and closures. Without effect for a model on a CPU.
         fp32_state: parameters whose state stays FP32 under optimizer_state="8bit" (embeddings, heads): the parameters,
             their qualified names, or their modules, named as in `keep_fp32`.
         gradient_release: step each parameter during backward, with the same bits as a step afterwards, and free its

@@ -22,7 +22,7 @@ from amp_patch.model import (
 )
 from amp_patch.model import joints as of_forward
 from amp_patch.policy import SPLIT, STOCHASTIC
-from amp_patch.storage import coded_steps, compressed_states
+from amp_patch.storage import coded_steps, compressed_states, host_masters
 from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints, observers
@@ -48,7 +48,7 @@ def enter() -> None:
     joints.beside_scale += [beside_scale]
     joints.keepers += [coded_steps]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
-    joints.check_models += [fsdp.check_shards, ddp.check_ddp]
+    joints.check_models += [fsdp.check_shards, ddp.check_ddp, host_masters.check_models]
     joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]
     joints.retyped += [ddp.reduce_anew]
     register_module_module_registration_hook(ddp.note_ddp)
@@ -65,12 +65,13 @@ def enter() -> None:
     joints.regrouped += [zero_redundancy.repartition]
     joints.wrapped += [wrappers.enter_wrappers]
     joints.shared_backward += [SharedBackward]
-    joints.captured += [captured.check]
+    joints.captured += [captured.check, host_masters.refuse_capture]
     joints.check_optimizer += [
         zero_redundancy.check_zero,
         per_parameter.register_asked,
         portions.check_lbfgs,
         coded_steps.check,
+        host_masters.check_optimizer,
     ]
     joints.check_group += [fsdp.check_group]
     joints.enter_optimizer += [
@@ -78,6 +79,7 @@ def enter() -> None:
         coded_steps.enter,
         thawed.watch,
         named_states.enter,
+        host_masters.enter,
     ]
-    joints.group_added += [thawed.watch]
+    joints.group_added += [thawed.watch, host_masters.enter]
     joints.leave_optimizer += [coded_steps.make_whole]

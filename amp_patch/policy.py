@@ -25,12 +25,12 @@ CPU_HALF = get_args(CpuHalf)
 PRODUCT_FORMATS: tuple[str, ...] = get_args(ProductFormat)  # described in `FORMATS` of casts/formats.py
 EMULATING = ("emulate", "convolutions")  # values of `cpu_half` that emulate on a CPU
 SPLIT, STOCHASTIC = "split", "stochastic"  # values of master_weights
-OPTIMIZER_STATES = get_args(State)
+# Option -> its one value, and the levels that take it.
+_TAKEN_AT = {"saved_activations": ("8bit", ("O1", "O2", "O4", "O5")), "master_device": ("cpu", ("O2", "O5"))}
 CLOSED = (SPLIT, STOCHASTIC)  # masters without FP32 memory
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
-_DEFAULT_MIN_SCALE = 2.0**-24  # the inverse of initialize()'s default cap, 2**24
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Policy:
         keep_batchnorm_fp32: whether batch norms stay FP32 in a cast model; None if the model is not cast.
         master_weights: whether the optimizer updates FP32 copies of low-precision weights. "split" stores only the half
             of each copy that the bfloat16 weight does not hold, "stochastic" stores no copy. None if the model is not
-            cast.
+            cast. master_device: "cpu" keeps these copies, and the optimizer's state, in the host's memory.
         loss_scale: "dynamic", or a positive static scale.
         cast_model_outputs: dtype for floating outputs of the model. None: FP32 if the model is cast, else unchanged.
         min_loss_scale, max_loss_scale: the range of a dynamic scale.
@@ -71,7 +71,7 @@ class Policy:
     master_weights: bool | str | None = None
     loss_scale: float | str = 1.0
     cast_model_outputs: torch.dtype | None = None
-    min_loss_scale: float = _DEFAULT_MIN_SCALE
+    min_loss_scale: float = 2.0**-24  # the inverse of the default cap
     max_loss_scale: float = 2.0**24
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -85,15 +85,15 @@ class Policy:
     product_format: str | None = None
     optimizer_state: str | None = None
     saved_activations: str | None = None
+    master_device: str | None = None
     keep_buffers_fp32: bool = False
     mixes_types: bool = False
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
         more = ["cpu_half"] * self.makes_low_tensors
-        told = ("skip_nonfinite", "low_precision_norms", "optimizer_state", "saved_activations")
+        told = ("skip_nonfinite", "low_precision_norms", "optimizer_state", *_TAKEN_AT, "product_format")
         more += [name for name in told if getattr(self, name)]
-        more += ["product_format"] * (self.product_format is not None)
         described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *more))
         return f"{self.opt_level} ({self.dtype}): {described}"
 
@@ -186,6 +186,7 @@ class Options:
     low_precision_norms: bool | str | None = None
     optimizer_state: str | None = None
     saved_activations: str | None = None
+    master_device: str | None = None
     fp32_state: bool = False  # whether the caller names parameters for it
     min_loss_scale: float | None = None
     max_loss_scale: float | None = None
@@ -229,8 +230,7 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
     keep = boolean("keep_batchnorm_fp32", given.keep_batchnorm_fp32)
     masters: Any = given.master_weights
     masters = masters if masters in CLOSED else boolean("master_weights", masters, f"{SPLIT!r}, {STOCHASTIC!r}, ")
-    if keep is not None or masters is not None:
-        _refuse_where_weights_stay_fp32(policy, opt_level, keep, masters)
+    _refuse_where_weights_stay_fp32(policy, opt_level, keep, masters)
     if keep is not None:
         policy = replace(policy, keep_batchnorm_fp32=keep)
     if masters is not None:
@@ -251,7 +251,8 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
         policy = _with_low_precision_norms(policy, opt_level) if norms else replace(policy, low_precision_norms=False)
     state = policy.optimizer_state if given.optimizer_state is None else given.optimizer_state
     policy = _with_optimizer_state(policy, opt_level, state)
-    policy = _with_saved_activations(policy, opt_level, given.saved_activations or policy.saved_activations)
+    for name in _TAKEN_AT:
+        policy = _with_choice(policy, opt_level, name, getattr(given, name) or getattr(policy, name))
     if given.fp32_state and policy.optimizer_state is None:
         raise ValueError(
             "initialize: fp32_state names parameters whose optimizer state is to stay FP32, and optimizer_state is "
@@ -363,13 +364,11 @@ def _with_patching(policy: Policy, opt_level: str, patch: bool | None) -> Policy
 
 
 def _with_scale_range(policy: Policy, smallest: float | None, largest: float | None) -> Policy:
-    low_end = policy.min_loss_scale if smallest is None else scale_number("initialize: min_loss_scale", smallest)
-    high_end = policy.max_loss_scale if largest is None else scale_number("initialize: max_loss_scale", largest)
-    if smallest is None:
-        low_end = min(low_end, high_end)
-    if low_end > high_end:
-        raise ValueError(f"initialize: min_loss_scale {low_end:g} is above max_loss_scale {high_end:g}")
-    return replace(policy, min_loss_scale=low_end, max_loss_scale=high_end)
+    high = policy.max_loss_scale if largest is None else scale_number("initialize: max_loss_scale", largest)
+    low = min(policy.min_loss_scale, high) if smallest is None else scale_number("initialize: min_loss_scale", smallest)
+    if low > high:
+        raise ValueError(f"initialize: min_loss_scale {low:g} is above max_loss_scale {high:g}")
+    return replace(policy, min_loss_scale=low, max_loss_scale=high)
 
 
 def _with_masters(policy: Policy, masters: bool | str) -> Policy:
@@ -387,7 +386,7 @@ def _with_masters(policy: Policy, masters: bool | str) -> Policy:
 
 
 def _with_optimizer_state(policy: Policy, opt_level: str, state: Any) -> Policy:
-    if state not in (None, *OPTIMIZER_STATES):
+    if state not in (None, *get_args(State)):
         raise ValueError(f"initialize: optimizer_state is {state!r}; wanted '8bit' or None")
     if state is not None and policy.cast_model_type is not None and not policy.master_weights:
         raise ValueError(
@@ -398,11 +397,12 @@ def _with_optimizer_state(policy: Policy, opt_level: str, state: Any) -> Policy:
     return replace(policy, optimizer_state=state)
 
 
-def _with_saved_activations(policy: Policy, level: str, value: Any) -> Policy:
-    if value not in (None, "8bit") or (value and policy.opt_level not in ("O1", "O2", "O4", "O5")):
-        wanted = "wanted None, or '8bit' at O1, O2, O4 or O5"
-        raise ValueError(f"initialize: saved_activations is {value!r} at opt_level {level!r}; {wanted}")
-    return replace(policy, saved_activations=value)
+def _with_choice(policy: Policy, level: str, name: str, value: Any) -> Policy:
+    taken, levels = _TAKEN_AT[name]
+    if value not in (None, taken) or (value and policy.opt_level not in levels):
+        at = f"{', '.join(levels[:-1])} or {levels[-1]}"
+        raise ValueError(f"initialize: {name} is {value!r} at opt_level {level!r}; wanted None, or {taken!r} at {at}")
+    return replace(policy, **{name: value})
 
 
 def _with_low_precision_norms(policy: Policy, opt_level: str) -> Policy:

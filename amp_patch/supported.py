@@ -11,6 +11,7 @@ OPTIONS = {
     "stochastic": '`master_weights="stochastic"`',
     "8bit": '`optimizer_state="8bit"`',
     "act8": '`saved_activations="8bit"`',
+    "offload": '`master_device="cpu"`',
     "gradient_release": "`gradient_release=True`",
     "formats": "O6, O7",
 }
@@ -51,6 +52,22 @@ _REFUSED = {
     ("act8", "FSDP2"): (
         "the weights that it gathers cannot be told from activations, and would be coded too: leave saved_activations "
         "at None, or checkpoint the activations"
+    ),
+    ("offload", "a closure"): (
+        "the step computes gradients inside, and forwards there read weights that the host has yet to send: call the "
+        "closure's body first, then step() without it, or leave master_device at None"
+    ),
+    ("offload", "FSDP2"): (
+        "its FP32 shards are the masters, and torch moves them to the host by itself: give fully_shard "
+        "offload_policy=CPUOffloadPolicy(), and leave master_device at None"
+    ),
+    ("offload", "ZeRO"): (
+        "it broadcasts the masters of each share on the device: leave master_device at None, or use an optimizer of "
+        "torch.optim"
+    ),
+    ("offload", "CUDA graphs"): (
+        "the host steps, and a graph holds work of the device alone: leave the step out of the graph, or master_device "
+        "at None"
     ),
     ("gradient_release", "a closure"): "they come when the step has begun: call the closure's body first",
     ("gradient_release", "FSDP2"): _PROCESSES,

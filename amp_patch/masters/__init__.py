@@ -6,6 +6,7 @@ Files, the first one to read first:
 - `masters.py`: the records of parameters with masters
 - `master.py`: the class of masters
 - `closed_master.py`: masters without memory of their own
+- `on_host.py`: masters on the host under weights on a device: the copies between the two
 - `grad_field.py`: the gradient field that autograd fills
 - `gradients.py`: gradients of parameters, gathered and given to masters
 - `held_gradients.py`: deferred gradients, and those that backward leaves on masters themselves

@@ -26,7 +26,7 @@ from amp_patch.masters.record import Record
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import compiled, held_names
 from amp_patch.support.patches import Installation, Patches
-from amp_patch.support.tree import cast_floats
+from amp_patch.support.tree import cast_floats, map_tensors
 
 _ARITHMETIC = (
     *("add_", "addcdiv_", "addcmul_", "div_", "divide_", "lerp_", "mul_", "multiply_", "sub_", "subtract_"),
@@ -83,6 +83,8 @@ def _read_data(param: Tensor) -> Tensor:
     record = link_of(param)
     if record is None or compiled.is_compiling() or data.dtype not in LOW_PRECISION:
         return data
+    if record.host is not None:
+        data = record.host.data(data)
     if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):  # modes of torch look for plain tensors
         return data
     data = data.as_subclass(WeightData)
@@ -99,6 +101,8 @@ def _carried(name: str) -> Callable[..., Any]:
         param, record = found
         settle(LinkList([found]))
         args, kwargs = cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
+        if record.host is not None:
+            args, kwargs = map_tensors(lambda given: given.to(record.master.device), (args, kwargs))
         with torch.no_grad():
             result = own(record.master.data, *args, **kwargs)
         if result is NotImplemented:
@@ -127,7 +131,7 @@ def _target(written: Tensor) -> tuple[Tensor, Record] | None:
 def _to_vector(own: Callable[..., Any], parameters: Iterable[Tensor]) -> Any:
     params = list(parameters)
     settle(links_of(params))
-    return own([param if (master := master_of(param)) is None else master for param in params])
+    return own([param if (master := master_of(param)) is None else master.to(param.device) for param in params])
 
 
 def _from_vector(own: Callable[..., Any], vec: Tensor, parameters: Iterable[Tensor]) -> None:
@@ -135,7 +139,7 @@ def _from_vector(own: Callable[..., Any], vec: Tensor, parameters: Iterable[Tens
     wide = isinstance(vec, Tensor) and vec.dtype not in LOW_PRECISION
     masters = [master_of(param) if wide else None for param in params]
     targets = [
-        param if master is None else nn.Parameter(torch.empty_like(master))
+        param if master is None else nn.Parameter(torch.empty_like(master, device=param.device))
         for param, master in zip(params, masters, strict=True)
     ]
     own(vec, targets)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from amp_patch import multi_tensor
+from amp_patch.masters import on_host
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import add_gradients, has_gradient, master_of
 from amp_patch.multi_tensor.checks import DTYPES
@@ -95,18 +96,22 @@ def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None
     own = _gradients(holder for holder in found if not isinstance(holder, Master))
     plain = _gradients(master for master in masters if not (tables and master.waits_alone()))
     everything = [*(grad for table in tables for grad in table.grads()), *plain, *own]
-    if len({g.device for g in everything}) > 1 or not all(map(_is_plain, everything)):
+    deferred = len(everything) - len(own)
+    devices = {g.device for g in everything[:deferred]}, {g.device for g in own}
+    on_two = on_host.used and max(map(len, devices)) == 1  # of masters on the host, and of parameters without one
+    if (len(devices[0] | devices[1]) > 1 and not on_two) or not all(map(_is_plain, everything)):
         return None
     norms = [table.norm_of_each() for table in tables]
     norms += [multi_tensor.multi_tensor_l2norm(grads, True)[1] for grads in (plain, own) if grads]
-    norm = torch.linalg.vector_norm(torch.cat(norms))
+    norm = torch.linalg.vector_norm(torch.cat([each.to(norms[0].device) for each in norms] if on_two else norms))
     if given["error_if_nonfinite"] and not bool(norm.isfinite()):
         return None  # torch's function raises the error
     factor = (float(given["max_norm"]) / (norm + 1e-6)).clamp(max=1.0)
     for table in tables:
         table.factors.append(factor.float())
-    if plain or own:
-        torch._foreach_mul_([*plain, *own], factor)
+    for grads in (plain, own) if on_two else ([*plain, *own],):
+        if grads:
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
     return norm
 
 

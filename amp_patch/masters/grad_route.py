@@ -50,6 +50,8 @@ def _attribute(link_of: Callable[[Tensor], Record | None]) -> property:
         if record.route.to_masters and (grad := record.master.grad) is not None:
             return grad
         own = own_grad(param)
+        if record.host is not None:
+            record.host.forget()
         return own if own is not None or record.route.scaled else record.kept()
 
     def write(param: Tensor, value: Any) -> None:

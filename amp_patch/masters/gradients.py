@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.masters import on_host
 from amp_patch.masters.grad_field import own_grad, plain_gradients, set_own_grad
 from amp_patch.masters.masters import link_of
 from amp_patch.multi_tensor.checks import Number
@@ -109,6 +110,7 @@ def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside
     batches: dict[torch.device, _Batch] = defaultdict(_Batch)
     is_scaled = isinstance(inverse, Tensor)
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient), if one of the two is sparse
+    to_host: list[tuple[Tensor, Tensor, Tensor | None]] = []  # (param, master, gradient), the master on the host
     if is_scaled and not aside:
         pairs = list(pairs)
         grads = plain_gradients([param for param, master in pairs if param is master])
@@ -118,6 +120,10 @@ def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside
                 batches[grads[0].device].own = grads
     for param, master in pairs:
         grad = own_grad(param)
+        if on_host.used and param is not master and (link := link_of(param)) is not None and link.host is not None:
+            if grad is not None or link.host.freed() is not None:
+                to_host.append((param, master, grad))
+            continue
         before = aside.get(param) if aside else None
         if grad is None or (param is master and inverse is None and before is None):
             if before is not None:
@@ -141,20 +147,62 @@ def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside
                 f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on "
                 f"{master.device}; move the model to its device before initialize()"
             )
-        if master.requires_grad is not param.requires_grad:  # the parameter was frozen or unfrozen after `initialize`
-            master.requires_grad_(param.requires_grad)
-        total: Tensor | None = master.grad
-        if total is not None and not total.is_sparse and not grad.is_sparse:
-            batch.added.append((grad, total, total))
-        else:
-            master.grad = _fp32_like(param, grad, batch)
-            if total is not None:
-                sums.append((master, total))
-        set_own_grad(param, None)
+        _enter(param, master, grad, batch, sums)
     found = {device: batch.run(inverse, device) for device, batch in batches.items()}
+    if to_host:
+        for device, flag in _bring_to_host(to_host, inverse, sums).items():
+            found[device] = torch.maximum(found[device], flag) if device in found else flag
     for master, total in sums:
         new: Any = master.grad
         master.grad = _sum(total, new)
+    return found
+
+
+def _enter(param: Tensor, master: Tensor, grad: Tensor, batch: _Batch, sums: list[tuple[Tensor, Tensor]]) -> None:
+    """Enter `grad`, the gradient of `param`, in `batch` or `sums`, and drop it from `param`."""
+    if master.requires_grad is not param.requires_grad:  # the parameter was frozen or unfrozen after `initialize`
+        master.requires_grad_(param.requires_grad)
+    total: Tensor | None = master.grad
+    if total is not None and not total.is_sparse and not grad.is_sparse:
+        batch.added.append((grad, total, total))
+    else:
+        master.grad = _fp32_like(param, grad, batch)
+        if total is not None:
+            sums.append((master, total))
+    set_own_grad(param, None)
+
+
+def _bring_to_host(
+    rows: list[tuple[Tensor, Tensor, Tensor | None]], inverse: Number | None, sums: list[tuple[Tensor, Tensor]]
+) -> FoundInf:
+    """Check the gradients in rows (param, master, gradient) on the device; unscale copies of them on the host.
+
+    Waits for the copies once. Returns the overflow flags, as `gather` does.
+    """
+    found = check_finite([grad for _, _, grad in rows if grad is not None], inverse)
+    for _, master, _ in rows:
+        master.grad  # noqa: B018  # a deferred gradient becomes FP32: its memory is needed, or the sum of both
+    factor = on_host.number(inverse) if isinstance(inverse, Tensor) else inverse
+    batch, copies = _Batch(), list[Tensor]()
+    for param, _, grad in rows:
+        link = link_of(param)
+        assert link is not None and link.host is not None
+        copies.append(link.host.fetch(grad))
+    on_host.arrive()
+    for (param, master, _), copied in zip(rows, copies, strict=True):
+        _enter(param, master, copied, batch, sums)
+    batch.run(factor, torch.device("cpu"))
+    return found
+
+
+@without_grad
+def check_finite(grads: Iterable[Tensor], inverse: Number | None) -> FoundInf:
+    """Return the overflow flags of `grads` times `inverse`, as `gather` does; write no gradient. No sync."""
+    found: FoundInf = {}
+    for device, (tensors,) in by_device((held(grad),) for grad in grads if inverse is not None).items():
+        found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        factor = inverse.to(device) if isinstance(inverse, Tensor) else 1.0
+        multi_tensor.multi_tensor_check_finite(tensors, found[device], factor)
     return found
 
 
@@ -214,7 +262,7 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
         sparse = grad.detach().to(torch.float32, copy=True).coalesce()
         batch.own.append(sparse._values())
         return sparse
-    values = _values(param, grad)
+    values = _values(param if grad.device == param.device else None, grad)
     link = link_of(param)
     result = torch.empty_like(values, dtype=torch.float32) if link is None else link.memory.empty_like(values)
     batch.fresh.append((values, result))

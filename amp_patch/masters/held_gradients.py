@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor
-from amp_patch.masters.grad_field import GRAD, drop_gradients, set_own_grad, with_gradient
-from amp_patch.masters.gradients import Aside, FoundInf, gather
+from amp_patch.masters import on_host
+from amp_patch.masters.grad_field import GRAD, drop_gradients, own_grad, set_own_grad, with_gradient
+from amp_patch.masters.gradients import Aside, FoundInf, check_finite, gather
 from amp_patch.masters.masters import add_gradients
 from amp_patch.masters.record import Record, multiply
 from amp_patch.masters.recycled_memory import Recycled
@@ -39,6 +40,21 @@ def room_for(tensor: Tensor) -> int:
 def can_wait() -> bool:
     """Tell whether gradients can be deferred: only with the extension, whose kernels take low-precision gradients."""
     return backends.active is not None
+
+
+def _is_freed(record: Record) -> bool:
+    return record.host is not None and record.host.freed() is not None
+
+
+def _may_go(param: Tensor, record: Record) -> bool:
+    """Tell whether a copy of the gradient of `param` on the host may be deferred, as its master's gradient."""
+    grad = record.host.freed() if (own := own_grad(param)) is None and record.host is not None else own
+    master = record.master
+    if grad is None or record.host is None or type(grad) is not Tensor or GRAD.__get__(master) is not None:
+        return False
+    is_plain = grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg() or grad.is_conj())
+    is_alike = grad.dtype is param.dtype and grad.stride() == param.stride() == master.stride()
+    return is_plain and is_alike and master.requires_grad is param.requires_grad
 
 
 class HalfGradients:
@@ -80,7 +96,9 @@ class HalfGradients:
         return [record for ref in self._held if (record := ref()) is not None]
 
     def grads(self) -> list[Tensor]:
-        """Return the deferred gradients, in the order of `records`."""
+        """Return the deferred gradients, in the order of `records`; waits for those on their way to the host."""
+        if on_host.used:
+            on_host.arrive()
         return [record.half for ref in self._held if (record := ref()) is not None and record.half is not None]
 
     def take(self, params: list[Tensor], records: list[Record], masters: list[Tensor]) -> bool:
@@ -101,6 +119,28 @@ class HalfGradients:
         self.hold(records, list(taken.values()))
         self._first = TensorWeakRef(next(iter(taken.values()))) if taken else None
         return True
+
+    def take_to_host(self, params: list[Tensor], records: list[Record], inverse: Number | None) -> FoundInf | None:
+        """Check the gradients of `params` on their devices, and move them here, on their way to the host; no sync.
+
+        Args:
+            inverse: as in `Masters.take_half`.
+
+        Returns:
+            As `gather`. None, with nothing changed, if the gradients cannot be deferred.
+        """
+        pairs = [(p, r) for p, r in zip(params, records, strict=True) if own_grad(p) is not None or _is_freed(r)]
+        if self._held or not all(_may_go(*pair) for pair in pairs):
+            return None
+        found = check_finite([grad for p, _ in pairs if (grad := own_grad(p)) is not None], inverse)
+        halves = [r.host.fetch(own_grad(p)) for p, r in pairs if r.host is not None]
+        self.hold([record for _, record in pairs], halves)
+        drop_gradients([param for param, _ in pairs])
+        if isinstance(inverse, Tensor):
+            self.factors.append(on_host.number(inverse))
+        self._factors_of_norms = len(self.factors)
+        self._first = TensorWeakRef(halves[0]) if halves else None
+        return found
 
     @whole
     def hold(self, records: list[Record], grads: list[Tensor]) -> None:
@@ -194,6 +234,8 @@ class HalfGradients:
             count: the number of elements to allocate for all of them, at least the sum of `room_for`. Only a call with
                 the same `count` as the last one reuses its memory.
         """
+        if on_host.used:
+            on_host.arrive()
         grads = [record.half for record in records if record.half is not None]
         if not grads:
             return

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-from amp_patch.masters import closed_master
+from amp_patch.masters import closed_master, on_host
 from amp_patch.masters.closed_master import ClosedMaster, form_of, is_closed
 from amp_patch.masters.conversions import refuse_conversions
 from amp_patch.masters.grad_field import GRAD, with_gradient
@@ -39,9 +39,10 @@ class LinkList:
     Attributes:
         params, records, masters: lists of one length.
         versions: finds in one call the masters that were written since they were copied back.
+        on_host: whether any master is on the host, and its parameter on a device.
     """
 
-    __slots__ = ("masters", "params", "records", "versions")
+    __slots__ = ("masters", "on_host", "params", "records", "versions")
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Record]] = ()) -> None:
         pairs = list(pairs)
@@ -49,6 +50,7 @@ class LinkList:
         self.records = [record for _, record in pairs]
         self.masters = [record.master for record in self.records]
         self.versions = SavedVersions([record.version for record in self.records])
+        self.on_host = on_host.used and any(record.host is not None for record in self.records)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -112,6 +114,8 @@ def connect(param: Tensor, master: Tensor) -> Record:
             master.__class__ = Master
         record = Record(master)
         record.version = SavedVersion(master)
+        if on_host.is_apart(param, master):
+            record.host = on_host.OnHost()
         if isinstance(master, Master):
             master.record = weakref.ref(record)
         key = id(param)
@@ -257,8 +261,11 @@ def round_into_weights(links: LinkList) -> None:
     if closed:
         with closed_master.lock:
             closed_master.store(closed)
-    for params, masters in by_device(zip(whole.params, whole.masters, strict=True)).values():
+    weights = on_host.twins(whole.params, whole.records) if whole.on_host else whole.params
+    for params, masters in by_device(zip(weights, whole.masters, strict=True)).values():
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
+    if whole.on_host:
+        on_host.send(whole.params, whole.records)
 
 
 def publish_written(links: LinkList) -> set[Record]:
@@ -281,7 +288,8 @@ def settle(links: LinkList) -> None:
     initialization), and the master takes its value. All other elements keep the master's precision.
 
     A compressed master is stored in the parameter, so an edit of the parameter has changed it already. Its FP32 memory
-    is freed. Masters that another thread's step is writing are skipped.
+    is freed. Masters that another thread's step is writing are skipped. If a master is on the host and its parameter is
+    on a device, counters of writes tell whether the values must be compared.
     """
     with closed_master.lock:
         links = _at_rest(links)
@@ -290,7 +298,12 @@ def settle(links: LinkList) -> None:
         closed, whole = _parted(links)
         if closed:
             closed_master.drop_joined(master for _, master in closed)
-        for params, masters in by_device(zip(whole.params, whole.masters, strict=True)).values():
+        weights = whole.params
+        if whole.on_host:
+            edited = on_host.fetch_edits(whole.params, whole.records)
+            whole = whole.without({r for r in whole.records if r.host is not None and r not in edited})
+            weights = on_host.twins(whole.params, whole.records)
+        for params, masters in by_device(zip(weights, whole.masters, strict=True)).values():
             multi_tensor.multi_tensor_adopt(params, masters)
         links.versions.save()
 

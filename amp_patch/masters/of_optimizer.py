@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.masters import carried_writes, closed_master
+from amp_patch.masters import carried_writes, closed_master, on_host
 from amp_patch.masters.closed_master import Form, form_of, is_closed, take_closed_masters
 from amp_patch.masters.grad_field import drop_gradients, own_grad, set_own_grad, with_gradient
 from amp_patch.masters.gradients import FoundInf, Groups, take
 from amp_patch.masters.held_gradients import DirectGradients, HalfGradients
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import LinkList, connect, link_of, master_of, settle
+from amp_patch.masters.masters import LinkList, connect, disconnect, link_of, links_of, master_of, settle
 from amp_patch.masters.record import Record, Route
 from amp_patch.masters.states import rekey
 from amp_patch.multi_tensor.checks import Number
@@ -36,7 +36,7 @@ class GroupParams:
         low, linked, linked_masters: the parameters of `distinct` with a separate master, their records and masters.
         own: the pairs of `distinct` without a separate master; bare: their low-precision parameters.
         is_sharded: whether any parameter is a DTensor.
-
+        on_host: whether any master is on the host, and its parameter on a device.
     """
 
     def __init__(self, params: list[Tensor], records: list[Record]) -> None:
@@ -52,6 +52,7 @@ class GroupParams:
         self.linked_masters = [record.master for record in self.linked]
         self.bare = [param for param, _ in self.own if param.dtype in LOW_PRECISION]
         self.is_sharded = any(map(is_dtensor, params))
+        self.on_host = on_host.used and any(record.host is not None for record in self.linked)
 
     def without(self, params: Container[Tensor]) -> GroupParams:
         """Return the same without `params`."""
@@ -71,6 +72,7 @@ class Masters:
         aside: the records whose gradient a body has set aside (`Record.aside`).
         strays: the records of parameters with masters that got gradients from the backward of another optimizer's loss.
         cleared: the number of calls of the optimizer's `zero_grad`.
+        sent_flags: (overflow flag on a device, its copy on the host) of the next step, if masters are on the host.
         found_bare: called when the groups hold low-precision parameters without masters for the first time; not copied.
     """
 
@@ -80,6 +82,7 @@ class Masters:
         self.found_bare: Callable[[], None] | None = None
         self.aside: list[Record] = []
         self.strays: list[Record] = []
+        self.sent_flags: list[tuple[Tensor, Tensor]] = []
         self.cleared = 0
         self._route = Route()
         self._params: dict[Record, Tensor] = {}  # the parameters that have separate masters
@@ -274,12 +277,24 @@ class Masters:
             As `gather`. None, with nothing changed, if the gradients cannot be deferred.
         """
         waiting = self.waiting
+        if waiting is not None and params.on_host:
+            return waiting.take_to_host(params.low, params.linked, inverse)
         if waiting is None or not params.low or not waiting.take(params.low, params.linked, params.linked_masters):
             return None
         if inverse is None or not waiting:
             return {}
         found_inf = waiting.check(inverse)
         return {found_inf.device: found_inf}
+
+    def send_flags(self, flags: list[Tensor]) -> None:
+        """Queue copies of the overflow flags of the next step to the host, behind those of the gradients; no sync."""
+        self.sent_flags = [(flag, on_host.number(flag)) for flag in flags]
+
+    def arrived(self, flags: list[Tensor]) -> list[Tensor]:
+        """Return the flags that `send_flags` has sent, as they are on the host; waits for them. Others stay."""
+        on_host.arrive()
+        sent, self.sent_flags = self.sent_flags, []
+        return [next((copied for known, copied in sent if known is flag), flag) for flag in flags]
 
     def attach(
         self,
@@ -288,8 +303,9 @@ class Masters:
         about_to_be_cast: Collection[Tensor] = (),
         *,
         form: Form | None = None,
+        device: str | None = None,
     ) -> None:
-        """Put masters into one of the optimizer's groups, in place.
+        """Put masters into one of the optimizer's groups, in place, on `device` (None: on that of the parameter).
 
         A parameter of `about_to_be_cast` gives its FP32 storage to its master; the caller then gives the
         parameter a low-precision one. If a parameter is float16 or bfloat16 already, its master is the one that another
@@ -305,12 +321,17 @@ class Masters:
             if (not low and param not in about_to_be_cast) or is_quantized(param):
                 continue
             master = master_of(param)  # another optimizer may have made it
+            place = param.device if device is None else torch.device(device)
+            if master is not None and master.device != place and on_host.used:  # an earlier training's
+                settle(links_of([param]))
+                disconnect(param)
+                master = nn.Parameter(master.detach().to(place), requires_grad=master.requires_grad)
             if master is None and low and not param.requires_grad and own_grad(param) is None:
                 continue
             made = master is None
             if master is None:
                 # `.data`, because a detached tensor would also share the parameter's version counter
-                master = nn.Parameter(param.data.float(), requires_grad=param.requires_grad)
+                master = nn.Parameter(param.data.to(place).float(), requires_grad=param.requires_grad)
             record = self._add(param, master)
             self._serve(record)
             _replace(optimizer, params, index, master)
@@ -318,7 +339,7 @@ class Masters:
                 closed_master.close([(param, master)], form, exact=True)
                 record.version.save()
             if (grad := own_grad(param)) is not None:
-                master.grad = grad.to(master.dtype)
+                master.grad = grad.to(master.device).to(master.dtype)
                 set_own_grad(param, None)
 
     def detach(self, optimizer: Any) -> None:
@@ -342,7 +363,7 @@ class Masters:
             if (param := params.get(master)) is not None:
                 _replace(optimizer, group["params"], index, param)
                 if param.dtype is master.dtype:
-                    set_own_grad(param, master.grad)
+                    set_own_grad(param, None if master.grad is None else master.grad.to(param.device))
                 elif link_of(param) is None and param.dtype in LOW_PRECISION and master.grad is not None:
                     set_own_grad(param, master.grad.to(param.device, param.dtype))  # its original type
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.masters.on_host import OnHost
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support.blocks import without_grad
@@ -88,6 +89,7 @@ class Record:
         master: FP32, with the parameter's shape; the parameter itself if it has no separate master.
         param: returns the parameter of a separate master, or None if it was freed.
         version: a separate master's version when its value was last copied back to the parameter.
+        host: the transport between a separate master on the host and a parameter on a device; None otherwise.
         memory: the memory for the master's FP32 gradients.
         route: decides whether `param.grad` is the gradient of the master or of the parameter.
         is_routed: whether `route` is the one that an optimizer's parameters share; False: `route` is this record's.
@@ -103,14 +105,15 @@ class Record:
     """
 
     __slots__ = (
-        *("__weakref__", "aside", "earlier", "entries", "half", "is_routed", "last", "lent", "master", "memory"),
-        *("param", "route", "version", "waiting"),
+        *("__weakref__", "aside", "earlier", "entries", "half", "host", "is_routed", "last", "lent", "master"),
+        *("memory", "param", "route", "version", "waiting"),
     )
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
         self.param: Callable[[], Tensor | None] = type(None)
         self.version: Any = None
+        self.host: OnHost | None = None
         self.memory = Recycled()
         self.route, self.is_routed = Route(), False
         self.waiting: Deferring | None = None

@@ -82,7 +82,7 @@ def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
     model = [(weakref.ref(param), dtype) for param, dtype, _ in weights]
     for param, _, master in weights:
         if isinstance(param, nn.Parameter) and param.dtype in LOW_PRECISION:
-            set_data(param, param.detach().float() if master is None else master.detach())
+            set_data(param, param.detach().float() if master is None else master.detach().to(param.device))
         _wide[param] = model, types
 
 

@@ -219,7 +219,8 @@ def _fits(value: Tensor, dtype: torch.dtype) -> bool:
 def was_changed(param: Tensor, master: Tensor) -> bool:
     """Tell whether user code has changed the type, shape or device of `param`, so that its master is stale."""
     known = param.dtype is torch.float32 or param.dtype in LOW_PRECISION
-    return not known or param.shape != master.shape or param.device != master.device
+    moved = param.device != master.device and ((link := link_of(param)) is None or link.host is None)
+    return not known or param.shape != master.shape or moved
 
 
 def refuse_changed(model: nn.Module) -> None:

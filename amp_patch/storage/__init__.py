@@ -10,4 +10,5 @@ Files, the first one to read first:
 - `coder.py`: the state of an optimizer as such tensors, also under `fully_shard`
 - `coded_steps.py`: the strategy that steps such state
 - `compressed_states.py`: checkpoints with codes
+- `host_masters.py`: masters on the host: what the option refuses, and copies of gradients that backward queues
 """

@@ -98,3 +98,9 @@ def is_zero(optimizer: Any) -> bool:
 def stateful(optimizer: Any) -> Any:
     """Return the optimizer that keeps the state: the one inside a ZeroRedundancyOptimizer, else `optimizer` itself."""
     return optimizer.optim if is_zero(optimizer) and hasattr(optimizer, "optim") else optimizer
+
+
+def has_other_processes() -> bool:
+    """Tell whether torch.distributed runs with several processes."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

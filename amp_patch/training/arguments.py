@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypedDict, TypeVar
 
 import torch
 
@@ -66,6 +66,7 @@ class Keywords(TypedDict, total=False):
     low_precision_norms: Flag | Else | None
     optimizer_state: State | Else | None
     saved_activations: State | Else | None
+    master_device: Literal["cpu"] | Else | None
     fp32_state: ParamRule | Iterable[ParamRule] | Else
     gradient_release: Flag | Else
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.masters import on_host
 from amp_patch.masters.grad_field import drop_gradients
 from amp_patch.masters.masters import disconnect
 from amp_patch.masters.states import find_by_masters, find_by_params
@@ -115,7 +116,7 @@ class AmpOptimizer(Generated):
             drop_gradients(group["params"])  # scaled: an exit unscales only parameters that an optimizer holds
         if stash.policy.master_weights:
             joints.tell(joints.group_gets_masters, self, stash)
-            stash.masters.attach(self, group, form=stash.master_form)
+            stash.masters.attach(self, group, form=stash.master_form, device=stash.policy.master_device)
             stash.note_gathered()
             stash.masters.keep(stash.master_form)
             joints.tell(joints.regrouped, self)
@@ -175,7 +176,8 @@ def enter_training(
     """Give `optimizer` its generated class (with the methods of `mixin`), its stash, and masters for its parameters."""
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
-            stash.masters.attach(optimizer, group, about_to_be_cast, form=stash.master_form)
+            device = stash.policy.master_device
+            stash.masters.attach(optimizer, group, about_to_be_cast, form=stash.master_form, device=device)
         stash.note_gathered()
         joints.tell(joints.regrouped, optimizer)
         for owner in (optimizer, stateful(optimizer)):
@@ -243,11 +245,16 @@ def restore(optimizer: Optimizer, *, recast_state: bool = True) -> None:
 
 
 def state_follows_params(optimizer: Optimizer) -> None:
-    """Cast the optimizer's state to the dtypes of the tensors that it steps, by torch's rules for loading a state."""
+    """Cast the optimizer's state to the dtypes of the tensors that it steps, by torch's rules for loading a state.
+
+    Where masters are or were on the host, the state also moves to the device of these tensors.
+    """
     holder = stateful(optimizer)
 
     def follows(value: Any, param: Tensor) -> bool:
         is_of_elements = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        if on_host.used and is_of_elements and value.shape == param.shape and value.device != param.device:
+            return False
         return not is_of_elements or value.dtype is param.dtype
 
     if getattr(holder, "state", None) and not all(

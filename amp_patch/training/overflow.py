@@ -120,6 +120,8 @@ def culprits(optimizer: Optimizer) -> str:
 def read_found(stash: Stash) -> list[LossScaler]:
     """Return the scalers whose losses overflowed since the last step; call `stepped` of all other scalers. Syncs."""
     flags = [found_inf for _, found_inf in stash.found]
+    if stash.masters.sent_flags:
+        flags = stash.masters.arrived(flags)
     if len(flags) > 1:  # one sync for all
         flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
     return overflowed([scaler for scaler, _ in stash.found], list(map(float, flags)))
@@ -143,8 +145,10 @@ def may_skip_on_device(optimizer: Optimizer, stash: Stash) -> bool:
     """Tell whether the optimizer can skip on the device, and all overflow flags are on one asynchronous device.
 
     If so, the optimizer gets the flag as torch.amp.GradScaler passes it, and the host reads the outcome later.
-    Otherwise the host reads the flags before the step.
+    Otherwise the host reads the flags before the step. If masters are on the host, the host steps, and reads the flags.
     """
+    if stash.masters.links.on_host:
+        return False
     able = getattr(optimizer, "skips_on_device", None)
     if able is None:  # not by `getattr`, which would call `SupportsScaling` in each step
         able = vars(optimizer).get(SupportsScaling.NAME)

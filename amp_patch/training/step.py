@@ -198,10 +198,12 @@ class Step:
                 "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body "
                 "first, then step() without it"
             )
-        if (policy := self.stash.policy).closes_masters:
+        if (policy := self.stash.policy).closes_masters or policy.master_device is not None:
+            option = f"master_weights={policy.master_weights!r}" if policy.closes_masters else "master_device='cpu'"
+            named = str(policy.master_weights) if policy.closes_masters else "offload"
             raise RuntimeError(
-                f"{base_class(self.optimizer).__name__}.step: a closure is not for master_weights="
-                f"{policy.master_weights!r}: {supported.reason(str(policy.master_weights), 'a closure')}"
+                f"{base_class(self.optimizer).__name__}.step: a closure is not for {option}: "
+                f"{supported.reason(named, 'a closure')}"
             )
         self._replace_closure(regions.as_now(closure))
 

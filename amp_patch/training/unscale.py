@@ -55,6 +55,9 @@ def unscale(
         found = _unscale(held, pairs, inverse, {} if direct is None else direct)
         if inverse is not None:
             _record(found, held, pairs, scaler)
+            for stash, known in held:
+                if known.on_host:
+                    stash.masters.send_flags([found_inf for _, found_inf in stash.found])
     except BaseException:
         drop(pairs)
         for stash in stashes:

@@ -36,7 +36,7 @@ from amp_patch.masters.record import Record
 from amp_patch.policy import Policy, boolean
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
-from amp_patch.support.distributed import is_dtensor, is_zero
+from amp_patch.support.distributed import has_other_processes, is_dtensor, is_zero
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.interrupts import whole
 from amp_patch.support.patches import is_untouched
@@ -86,7 +86,7 @@ def check(wanted: Any, _: Any, optimizers: Sequence[Any], targets: Sequence[Any]
                 + supported.reason("gradient_release", "wrappers")
             )
         params = [param for group in target.param_groups for param in group["params"]]
-        if any(map(is_dtensor, params)) or is_zero(target) or _has_other_processes():
+        if any(map(is_dtensor, params)) or is_zero(target) or has_other_processes():
             why = supported.reason("gradient_release", "DDP")
             raise ValueError(f"initialize: gradient_release=True is not for DDP, ZeRO and FSDP2: {why}")
         if not portions.is_torchs(base_class(target)):
@@ -123,6 +123,11 @@ def enter(targets: Sequence[Any], wanted: bool) -> None:
     if _refuse_clipping not in clipping.before_clipping:
         clipping.before_clipping.append(_refuse_clipping)
     for optimizer in targets:
+        if (links := known_stash(optimizer).masters.links).on_host:  # they step on the host, when all are there
+            for record in links.records:
+                if record.host is not None:
+                    record.host.frees = True
+            continue
         release = _Release(optimizer)
         around = known_stash(optimizer).neighbours
         around.strategy = release
@@ -266,7 +271,7 @@ class _Release(Strategy):
         elif device_sync.is_capturing():
             cause = supported.reason("gradient_release", "CUDA graphs")
             why = f"gets a gradient in the capture of a CUDA graph: {cause}"
-        elif _has_other_processes():
+        elif has_other_processes():
             why = "gets a gradient that other processes add theirs to"
         else:
             return
@@ -350,8 +355,3 @@ def _refuse_clipping(params: list[Tensor]) -> None:
                 "clip_grad: with gradient_release=True parameters are stepped in backward, before all gradients are "
                 "there to be clipped; leave gradient_release out of initialize()"
             )
-
-
-def _has_other_processes() -> bool:
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
+from amp_patch.masters import on_host
 from amp_patch.masters.held_gradients import can_wait
 from amp_patch.masters.masters import (
     PLAIN_TYPES,
@@ -277,6 +278,8 @@ class InOnePass(Strategy):
         optimizer = step.optimizer
         if step.links.params:
             publish_written(step.links)
+            if step.links.on_host:
+                on_host.fetch_edits(step.links.params, step.links.records)
         try:
             batches = _batches(optimizer, step.stash, self.batch)
         except NotKnown:
@@ -303,7 +306,8 @@ def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain
             group["step"] = count
         done(step)
         return
-    step.unpublished = LinkList(pair for batch in left for pair in zip(batch.weights, batch.records, strict=True))
+    records = {record for batch in left for record in batch.records}
+    step.unpublished = LinkList(pair for pair in links if pair[1] in records)
     _step_with_torch(optimizer, left, plain)
     done(step, others)
 
@@ -337,6 +341,8 @@ def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
             continue
         if batch.draws:
             note_stepped(batch.masters)
+        if step.links.on_host:
+            on_host.send([param for record in batch.records if (param := record.param()) is not None], batch.records)
     return left
 
 
@@ -361,6 +367,8 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
     """
     waiting = stash.masters.waiting
     if waiting:
+        if on_host.used:
+            on_host.arrive()
         add_gradients(stash.masters.links.masters)
     factors = [] if waiting is None else waiting.factors
     held, made, start = stash.masters.of_some(optimizer.param_groups), list[Batch](), 0
@@ -368,12 +376,13 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
         end = start + len(group["params"])
         params, records = held.params[start:end], held.records[start:end]
         start = end
+        weights = on_host.twins(params, records) if held.on_host else params
         grads = [record.half for record in records if record.half is not None]
         if grads and len(grads) == len(records):  # the usual case
-            made += _by_age(optimizer, kind(group, factors, list(group["params"]), grads, params, records))
+            made += _by_age(optimizer, kind(group, factors, list(group["params"]), grads, weights, records))
             continue
         batches: dict[tuple[Any, ...], Batch] = {}
-        for param, record in zip(params, records, strict=True):
+        for param, weight, record in zip(params, weights, records, strict=True):
             waits, master = record.half is not None, record.master
             grad = record.half if waits else master.grad
             if grad is None:
@@ -385,7 +394,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
             batch.masters.append(master)
             batch.grads.append(grad)
             if param is not master:
-                batch.weights.append(param)
+                batch.weights.append(weight)
                 batch.records.append(record)
         for batch in batches.values():
             made += _by_age(optimizer, batch)

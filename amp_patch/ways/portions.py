@@ -148,8 +148,8 @@ class InPortions(Strategy):
         return True
 
     def knows(self, optimizer: Any, stash: Stash) -> bool:
-        params = stash.masters.links.params
-        if not params or not can_wait() or any(param.device.type != "cpu" for param in params):
+        masters = stash.masters.links.masters
+        if not masters or not can_wait() or any(master.device.type != "cpu" for master in masters):
             return False
         return is_sound(optimizer)
 

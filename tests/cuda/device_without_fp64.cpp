@@ -1,5 +1,9 @@
 // A device for tests, torch's PrivateUse1: the memory is the host's, the kernels are the CPU's. It has no FP64, as
 // Apple's MPS and Intel's Arc: a tensor of that type cannot be made there. `called` has the operators that ran there.
+//
+// It counts what a GPU would pay for: bytes that it holds, bytes copied to and from the host by type, and the times that
+// the host waits for it. A copy to the host with non_blocking=True arrives only when the host waits: until then the
+// destination is full of NaN bytes. With `refuse_reads`, a read of a number by the host raises.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
@@ -12,24 +16,42 @@
 #include <pybind11/stl.h>
 #include <torch/library.h>
 
+#include <cstring>
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace {
 
 constexpr auto kind = c10::DeviceType::PrivateUse1;
 std::mutex mutex;  // autograd has a thread for the device
 std::set<std::string> called;
-bool has_fp64 = false;
+bool has_fp64 = false, reads_refused = false;
+std::map<std::string, int64_t> counts;            // "held", "peak", "waits", "down BFloat16", "up Float", ...
+std::map<void*, size_t> blocks;                   // the memory of the device
+std::vector<std::pair<at::Tensor, at::Tensor>> on_the_way;  // (value when it was queued, destination on the host)
+thread_local bool falls_back = false;             // the CPU's kernel of an operator: its copies are not the device's
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = ::operator new(bytes);
+    std::lock_guard lock(mutex);
+    blocks[data] = bytes;
+    counts["peak"] = std::max(counts["peak"], counts["held"] += static_cast<int64_t>(bytes));
     return {data, data, raw_deleter(), c10::Device(kind, 0)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
-    return [](void* data) { ::operator delete(data); };
+    return [](void* data) {
+      std::lock_guard lock(mutex);
+      if (auto found = blocks.find(data); found != blocks.end()) {
+        counts["held"] -= static_cast<int64_t>(found->second);
+        blocks.erase(found);
+      }
+      ::operator delete(data);
+    };
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
@@ -85,7 +107,36 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+// Lets all copies arrive, for the host waits.
+void wait() {
+  decltype(on_the_way) arrived;
+  {
+    std::lock_guard lock(mutex);
+    ++counts["waits"];
+    arrived.swap(on_the_way);
+  }
+  for (auto& [value, to] : arrived) to.copy_(value);
+}
+
+void count(const char* way, const at::Tensor& moved) {
+  std::lock_guard lock(mutex);
+  counts[std::string(way) + " " + c10::toString(moved.scalar_type())] += static_cast<int64_t>(moved.nbytes());
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (!falls_back && to.is_cpu()) {
+    count("down", from);
+    if (non_blocking && to.is_non_overlapping_and_dense() && from.scalar_type() == to.scalar_type()) {
+      const at::Tensor value = on_cpu(from).clone();
+      std::memset(to.data_ptr(), 0xff, to.nbytes());
+      std::lock_guard lock(mutex);
+      on_the_way.emplace_back(value, to.detach());
+      return to;
+    }
+    wait();
+  } else if (!falls_back && from.is_cpu()) {
+    count("up", to);
+  }
   on_cpu(to).copy_(on_cpu(from));
   return to;
 }
@@ -117,13 +168,21 @@ at::Tensor& set(at::Tensor& self, at::Storage source, int64_t offset, at::IntArr
   return self;
 }
 
-at::Scalar read(const at::Tensor& self) { return on_cpu(self).item(); }
+at::Scalar read(const at::Tensor& self) {
+  TORCH_CHECK(!reads_refused, "the host reads a number of this device, which refuses that");
+  if (!falls_back) wait();
+  return on_cpu(self).item();
+}
 
 void other(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   {
     std::lock_guard lock(mutex);
     called.insert(toString(op.operator_name()));
   }
+  struct Within {
+    bool before = std::exchange(falls_back, true);
+    ~Within() { falls_back = before; }
+  } within;
   at::native::cpu_fallback(op, stack);
 }
 
@@ -136,6 +195,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     return at::cpu::as_strided(self, sizes, strides, self.storage_offset());
   });
   m.impl("resize_", &resize);
+  m.impl("is_set_to", [](const at::Tensor& self, const at::Tensor& other) {
+    return self.is_alias_of(other) && self.storage_offset() == other.storage_offset() &&
+           self.sizes() == other.sizes() && self.strides() == other.strides();
+  });
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &read);
@@ -154,6 +217,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
   m.def("allow_fp64", [](bool allowed) { has_fp64 = allowed; });
+  m.def("refuse_reads", [](bool refused) { reads_refused = refused; });
+  m.def("synchronize", &wait);
+  m.def("counts", [] {
+    std::lock_guard lock(mutex);
+    return counts;
+  });
+  m.def("forget_counts", [] {  // all but what is held
+    std::lock_guard lock(mutex);
+    const auto held = counts["held"];
+    counts = {{"held", held}, {"peak", held}};
+  });
   m.def("called", [] {
     std::lock_guard lock(mutex);
     return called;

@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "low_precision_norms": (True,),
     "optimizer_state": ("8bit",),
     "saved_activations": ("8bit",),
+    "master_device": ("cpu",),
     "fp32_state": (True,),
 }
 levels = st.sampled_from(list(OPT_LEVELS))

@@ -25,6 +25,7 @@ OF_OPTION: dict[str, dict[str, Any]] = {
     "stochastic": {"opt_level": "O5", "master_weights": "stochastic"},
     "8bit": {"opt_level": "O5", "optimizer_state": "8bit"},
     "act8": {"opt_level": "O5", "saved_activations": "8bit"},
+    "offload": {"opt_level": "O5", "master_device": "cpu"},
     "gradient_release": {"opt_level": "O5", "gradient_release": True},
     "formats": {"opt_level": "O7"},
 }

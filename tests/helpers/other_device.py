@@ -20,7 +20,15 @@ from torch.utils import cpp_extension
 NAME = "singles"  # torch allows letters only
 
 
-def register() -> None:
+def built(folder: str) -> Any:
+    """Build the device in `folder`, and register it; return its module, which counts."""
+    source = str(TESTS / "cuda" / "device_without_fp64.cpp")
+    device = cpp_extension.load("device_without_fp64", [source], extra_cflags=["-O0"], build_directory=folder)
+    register(device)
+    return device
+
+
+def register(device: Any) -> None:
     """Give the device a name and the module `torch.singles`, with the functions that torch itself calls."""
     torch.utils.rename_privateuse1_backend(NAME)
     module: Any = ModuleType(f"torch.{NAME}")
@@ -29,7 +37,7 @@ def register() -> None:
     module.device_count, module.current_device = (lambda: 1), (lambda: 0)
     module._lazy_init = lambda: None
     module.manual_seed_all = lambda seed: None
-    module.synchronize = lambda: None
+    module.synchronize = lambda *_: device.synchronize()
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module(NAME, module)
 
@@ -69,9 +77,7 @@ def tools() -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    source = str(TESTS / "cuda" / "device_without_fp64.cpp")
-    device = cpp_extension.load("device_without_fp64", [source], extra_cflags=["-O0"], build_directory=folder)
-    register()
+    device = built(folder)
     from without_fp64 import CASES, losses
 
     from amp_patch.multi_tensor import plain_steps

@@ -1,0 +1,253 @@
+"""Masters in the host's memory under weights on a device: copies of gradients down and of weights up, in low precision.
+
+For each such parameter the host has a *twin*: its low-precision value. Kernels, portions, `settle` and `publish` take
+the twin in place of the weight, so that they run on the host alone. This file keeps both alike: `send` copies twins to
+their weights, `fetch_edits` copies weights that user code has written to their twins.
+
+Copies to the host are queued, and `arrive` waits for all of them at once. On CUDA the host's side is pinned, and the
+copies run on a stream of their own; the device's later work waits for weights on the device, not on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from amp_patch.support.blocks import without_grad
+
+used = False  # whether any master of this process was on another device than its weight; if not, callers skip this file
+
+
+def is_apart(param: Tensor, master: Tensor) -> bool:
+    """Tell whether gradients and weights are copied between the parameter and its new master."""
+    return param.device != master.device
+
+
+class _Copies:
+    """The copies between one device and the host, which run in order.
+
+    Attributes:
+        waits: the number of `arrive` calls that have waited for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.waits, self._is_pending = device, 0, False
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Run the copies of the block after the work that the device has queued so far."""
+        self._is_pending = True
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def down(self, value: Tensor, to: Tensor) -> None:
+        """Queue a copy of `value` to the host; call in a `queue` block."""
+        to.copy_(value, non_blocking=True)
+        if self._stream is not None:
+            value.record_stream(self._stream)
+
+    def precede(self) -> None:
+        """Let the device's later work wait for the copies; the host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def arrive(self) -> None:
+        if self._is_pending:
+            self._is_pending = False
+            self.waits += 1
+            (torch.get_device_module(self.device) if self._stream is None else self._stream).synchronize()
+
+
+_copies: dict[torch.device, _Copies] = {}
+
+
+def _of(device: torch.device) -> _Copies:
+    if device not in _copies:
+        _copies[device] = _Copies(device)
+    return _copies[device]
+
+
+def arrive() -> None:
+    """Wait for all copies under way."""
+    for copies in _copies.values():
+        copies.arrive()
+
+
+def _like(value: Tensor) -> Tensor:
+    """Return memory of the host for a copy of `value`, pinned if that is on CUDA."""
+    return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+
+
+def number(value: Tensor) -> Tensor:
+    """Queue a copy of a small tensor to the host, and return it."""
+    if value.device.type == "cpu":
+        return value
+    result = _like(value)
+    with _of(value.device).queue():
+        _of(value.device).down(value, result)
+    return result
+
+
+class Record(Protocol):
+    """The parts of a parameter's record (record.py) that this file uses."""
+
+    host: OnHost | None
+    param: Callable[[], Tensor | None]
+
+
+class OnHost:
+    """The transport of one parameter whose master is on the host (`Record.host`).
+
+    Attributes:
+        frees: whether a gradient leaves the device as soon as it is complete (`gradient_release=True`).
+        is_hooked: whether a hook of backward calls `take_early`.
+    """
+
+    __slots__ = ("_alias", "_early", "_given", "_known", "_memory", "_sent", "_twin", "frees", "is_hooked")
+
+    def __init__(self) -> None:
+        global used
+        used = True
+        self.frees = self.is_hooked = False
+        self._twin: Tensor | None = None
+        self._alias: Tensor | None = None  # `.data` of the weight, whose version counts writes through `.data`
+        self._known: Any = None  # what tells a written weight, when twin and weight were alike
+        self._sent = -1  # `waits` when the twin was last copied to the device
+        self._memory: Tensor | None = None  # of gradients
+        self._given: Any = type(None)  # returns the gradient in `_memory`, or None if nothing holds it
+        self._early: tuple[Any, int, Tensor] | None = None  # (device's gradient or nothing, its version, the copy)
+
+    # Weights ----------------------------------------------------------------------------------------------------------
+
+    def twin(self, param: Tensor) -> Tensor:
+        """Return the twin of `param`, to be written; waits for a copy of it under way."""
+        if self._twin is None or self._twin.dtype is not param.dtype or self._twin.stride() != param.stride():
+            self._twin, self._known = _like(param), None
+        elif self._sent == _of(param.device).waits:
+            arrive()
+        return self._twin
+
+    def is_written(self, param: Tensor) -> bool:
+        """Tell whether user code has written `param` since twin and weight were alike."""
+        return self._known is None or self._known != self._mark(param)
+
+    def sent(self, waits: int) -> None:
+        """Note that the twin is being copied to the device."""
+        self._sent = waits
+
+    def save(self, param: Tensor) -> None:
+        """Note that twin and weight are alike."""
+        self._known = self._mark(param)
+
+    def _mark(self, param: Tensor) -> Any:
+        version = 0 if param.is_inference() else param._version
+        return version, param.data_ptr(), param.device, 0 if self._alias is None else self._alias._version
+
+    def data(self, data: Tensor) -> Tensor:
+        """Return `data`, the `.data` of the weight, as a tensor whose writes are counted here."""
+        if self._alias is None or not self._alias.is_set_to(data):
+            if self._alias is not None and self._alias._version:
+                self._known = None  # it may have been written since `save`
+            self._alias = data
+        return self._alias.detach()
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def queue(self, grad: Tensor) -> Tensor:
+        """Queue a copy of `grad` to the host; return the copy, which `arrive` completes."""
+        memory = self._memory
+        alike = memory is not None and memory.dtype is grad.dtype and memory.stride() == grad.stride()
+        if memory is None or not alike or memory.shape != grad.shape or self._given() is not None:
+            memory = self._memory = _like(grad)
+        result = memory.detach()
+        self._given = TensorWeakRef(result)
+        copies = _of(grad.device)
+        with copies.queue():
+            copies.down(grad, result)
+        return result
+
+    @without_grad
+    def take_early(self, grad: Tensor) -> bool:
+        """Queue a copy of a complete gradient during backward; tell whether the device may free the gradient."""
+        if grad.layout is not torch.strided or grad.requires_grad:
+            return False
+        if (freed := self.freed()) is not None:  # a second part of it
+            arrive()
+            grad.add_(freed.to(grad.device))
+            del freed
+        self._early = None
+        self._early = (type(None) if self.frees else TensorWeakRef(grad)), grad._version, self.queue(grad)
+        return self.frees
+
+    def freed(self) -> Tensor | None:
+        """Return the copy of the gradient that the device has freed in this body; None if there is none."""
+        return self._early[2] if self._early is not None and self._early[0] is type(None) else None
+
+    def forget(self, *, freed: bool = False) -> None:
+        """Forget the early copy, because its gradient may be written now; with `freed`, also of a freed gradient."""
+        if freed or self.freed() is None:
+            self._early = None
+
+    def fetch(self, grad: Tensor | None) -> Tensor:
+        """Return the copy of `grad` (None: of the freed gradient), queued now unless backward has queued it."""
+        early, self._early = self._early, None
+        if early is not None and early[0]() is grad and (grad is None or grad._version == early[1]):
+            return early[2]
+        assert grad is not None
+        return self.queue(grad) if grad.layout is torch.strided else grad.to("cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights of many records
+
+
+def twins(params: Sequence[Tensor], records: Sequence[Record]) -> list[Tensor]:
+    """Return the twin of each parameter whose master is on the host, and all other parameters."""
+    return [p if r.host is None else r.host.twin(p) for p, r in zip(params, records, strict=True)]
+
+
+@without_grad
+def fetch_edits(params: Sequence[Tensor], records: Sequence[Any]) -> set[Any]:
+    """Copy the weights that user code has written to their twins; return their records. Waits if there are any."""
+    written = [(p, r) for p, r in zip(params, records, strict=True) if r.host is not None and r.host.is_written(p)]
+    for copies, pairs in _by_device(written):
+        to = [record.host.twin(param) for param, record in pairs]
+        with copies.queue():
+            for (param, _), twin in zip(pairs, to, strict=True):
+                copies.down(param.detach(), twin)
+        for param, record in pairs:
+            record.host.save(param)
+        copies.arrive()
+    return {record for _, record in written}
+
+
+@without_grad
+def send(params: Sequence[Tensor], records: Sequence[Record]) -> None:
+    """Copy twins to their weights. The device's later work waits for this, the host does not."""
+    for copies, pairs in _by_device([(p, r) for p, r in zip(params, records, strict=True) if r.host is not None]):
+        from_twins = [record.host.twin(param) for param, record in pairs]
+        with copies.queue():
+            for (param, _), twin in zip(pairs, from_twins, strict=True):
+                param.copy_(twin, non_blocking=True)
+        copies.precede()
+        for param, record in pairs:
+            record.host.sent(copies.waits)
+            weight = record.param()  # `param` may be its `.data`
+            record.host.save(param if weight is None else weight)
+
+
+def _by_device(pairs: Sequence[tuple[Tensor, Record]]) -> list[tuple[_Copies, list[tuple[Tensor, Any]]]]:
+    found: dict[torch.device, list[tuple[Tensor, Any]]] = {}
+    for pair in pairs:
+        found.setdefault(pair[0].device, []).append(pair)
+    return [(_of(device), some) for device, some in found.items()]
