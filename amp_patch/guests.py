@@ -46,7 +46,7 @@ def enter() -> None:
     ]
     joints.forms |= {SPLIT: lambda beside: HALVES, STOCHASTIC: lambda beside: beside.get(ROUNDING)}
     joints.beside_scale += [beside_scale]
-    joints.keepers += [coded_steps]
+    joints.of_state += [coded_steps.overrides]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
     joints.check_models += [fsdp.check_shards, ddp.check_ddp, host_masters.check_models]
     joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]

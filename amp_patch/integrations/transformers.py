@@ -87,7 +87,8 @@ class OptLevelTrainer(Trainer):
         would round the values. So in this case the optimizer, and with it the masters, are made first.
         """
         stays = isinstance(self.model, nn.Module) and self.model_init is None  # `model_init` makes another model
-        if resume_from_checkpoint and stays and _trains_low_precision(self.model):
+        trained = (p for p in self.model.parameters() if p.requires_grad) if stays else ()
+        if resume_from_checkpoint and any(p.dtype in LOW_PRECISION for p in trained):
             self.create_optimizer()
         with _adapters_keep_their_type(self.model):
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -123,10 +124,6 @@ class OptLevelTrainer(Trainer):
             return super().training_step(model, *args, **kwargs)
         finally:
             del self.accelerator.backward
-
-
-def _trains_low_precision(model: Any) -> bool:
-    return any(p.requires_grad and p.dtype in LOW_PRECISION for p in model.parameters())
 
 
 @contextmanager

@@ -44,10 +44,9 @@ class Master(nn.Parameter):
         record = self.record()
         if record is None:
             return own_grad(self)
-        if record.half is not None and record.waiting is not None:
-            if record.lent is not None:
-                return record.lent
-            record.waiting.make()
+        if record.lent is not None:
+            return record.lent
+        record.materialize()
         grad = own_grad(self)
         return record.kept() if grad is None else grad
 
@@ -58,15 +57,6 @@ class Master(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    def materialize_grad(self) -> None:
-        """Make the deferred low-precision gradient the FP32 gradient of this master, if there is one; no sync.
-
-        If a backward pass through the master itself has left a gradient too, the FP32 gradient is the sum of the two.
-        """
-        record = self.record()
-        if record is not None and record.half is not None and record.waiting is not None:
-            record.waiting.make()
 
     def waits_alone(self) -> bool:
         """Tell whether a deferred gradient exists, and no other gradient is to be added to it."""

@@ -98,8 +98,8 @@ def has_gradient(master: Tensor) -> bool:
 def add_gradients(masters: Sequence[Tensor]) -> None:
     """Where backward through a master itself has left a gradient, add the deferred one, if there is one; no sync."""
     for index in with_gradient([*masters]):
-        if isinstance(master := masters[index], Master):
-            master.materialize_grad()
+        if isinstance(master := masters[index], Master) and (record := master.record()) is not None:
+            record.materialize()
 
 
 def connect(param: Tensor, master: Tensor) -> Record:

@@ -136,6 +136,14 @@ class Record:
             self.last = product(self.last, self.waiting.spent)
         return self.last
 
+    def materialize(self) -> None:
+        """Make the deferred gradient, if there is one, the FP32 gradient of the master; no sync.
+
+        If a backward pass through the master itself has left a gradient too, the FP32 gradient is the sum of the two.
+        """
+        if self.half is not None and self.waiting is not None:
+            self.waiting.make()
+
     def drop(self) -> None:
         """Free the gradients that are outside of autograd's field."""
         if self.half is not None and self.waiting is not None:
@@ -144,8 +152,7 @@ class Record:
 
     def stop_waiting(self) -> None:
         """Make the deferred gradients FP32; no more are deferred."""
-        if self.half is not None and self.waiting is not None:
-            self.waiting.make()
+        self.materialize()
         self.kept()
         self.waiting = None
 

@@ -183,7 +183,8 @@ class KeptInputs(FirstCalls):
         widths = {x.shape[1] for x in given if x.dim() > 1 and x.is_floating_point() and not x.is_nested}
         for module in filter(is_batch_norm, call.model.modules()) if widths else ():
             takes_low = type(module).forward is nn.BatchNorm1d.forward
-            if takes_low and module.num_features in widths and _is_fp32(module):
+            tensors = chain(module.parameters(), module.buffers())
+            if takes_low and module.num_features in widths and not any(x.dtype in LOW_PRECISION for x in tensors):
                 generated_class.give(module, KeptModule, ())
                 vars(module)["_amp"] = ModelState(call.state.policy)
                 call.state.guests.stay(self)
@@ -209,10 +210,6 @@ def choose(model: nn.Module, entry: Entry) -> KeptInputs | None:
     fused = any(module in stay for layer in layers for module in layer.modules())
     keeps = any(isinstance(module, KeptModule) for module in entry.kept)
     return KeptInputs(keeps, fused) if keeps or fused or any(map(is_batch_norm, inside)) else None
-
-
-def _is_fp32(module: nn.Module) -> bool:
-    return all(each.dtype not in LOW_PRECISION for each in chain(module.parameters(), module.buffers()))
 
 
 def low_precision_of(value: Any) -> torch.dtype | None:

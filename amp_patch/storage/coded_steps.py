@@ -34,7 +34,6 @@ from amp_patch.training.step import WHOLE, Plain, Step
 from amp_patch.ways import one_pass, per_parameter, portions
 from amp_patch.ways.batch import Batch
 
-KEY = ("optimizer_state",)  # key of the generated optimizer classes
 coders = weakref.WeakKeyDictionary[Neighbours, Coder]()  # by the stash of the optimizer whose state they store
 
 
@@ -211,16 +210,12 @@ def coder_of(optimizer: Any) -> Coder:
     return coders[known_stash(optimizer).neighbours]
 
 
-def is_for(stash: Stash) -> bool:
-    """Return whether the optimizer of this stash stores its state as codes."""
-    return stash.policy.optimizer_state is not None
-
-
 def enter(optimizer: Any, stash: Stash) -> None:
     """If the policy asks for state in eight bits, attach a `Coder` to `optimizer`."""
     if stash.policy.optimizer_state is not None and stash.neighbours not in coders:
         kind = base_class(optimizer)
-        coders[stash.neighbours] = Coder(kind.__name__, per_parameter.fp32_state_of(kind))
+        registered = per_parameter.registration_of(kind)
+        coders[stash.neighbours] = Coder(kind.__name__, () if registered is None else registered.fp32_state)
         stash.neighbours.before_backward.append(_encode_pending)
 
 

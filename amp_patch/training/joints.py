@@ -53,10 +53,9 @@ forms: dict[Any, Callable[[dict[str, Any]], Form | None]] = {}
 # Each function receives a policy, and returns {name in the state dict: object}: the objects whose state is saved with
 # the first loss scale of a training of that policy.
 beside_scale: list[Callable[[Policy], dict[str, Any]]] = []
-# Modules that store an optimizer's state in another form than FP32 tensors, for example in eight bits. In each,
-# `is_for(stash)` tells whether it stores this optimizer's state, `overrides(base)` returns methods for the optimizer's
-# generated class, and `KEY` tells such a class from others over the same base.
-keepers: list[Any] = []
+# Each function receives the class of an optimizer whose state is stored in the form of Policy.optimizer_state, and
+# returns methods for its generated class.
+of_state: list[Callable[[Any], dict[str, Any]]] = []
 
 # Ways to step ---------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from amp_patch.support.quantized import is_quantized
 from amp_patch.support.words import of_class
 from amp_patch.training import joints
 from amp_patch.training.joints import Optimizer
-from amp_patch.training.overflow import SupportsScaling, drop_overflowed
+from amp_patch.training.overflow import SCALING, drop_overflowed, read_by_scaler
 from amp_patch.training.stash import ATTRIBUTE, Stash, note_sharing, stash_of
 from amp_patch.training.step import WHOLE, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
@@ -49,7 +49,7 @@ class AmpOptimizer(Generated):
     state: Any
     step: Callable[..., Any]
     strategy: joints.Strategy = WHOLE  # the default of the class; `neighbours.strategy` overrides it for one optimizer
-    _step_supports_amp_scaling = SupportsScaling()
+    _step_supports_amp_scaling = property(read_by_scaler, lambda self, value: vars(self).update({SCALING: value}))
 
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class AmpOptimizer(Generated):
         overrides = {"step": step_of(base), "strategy": strategy}
         if issubclass(base, torch.optim.Optimizer) and not hasattr(base, "state"):  # not in place of a property
             overrides["state"] = AssignedState()
-        for keeper in joints.keepers:
-            overrides |= keeper.overrides(base) if set(keeper.KEY) <= set(key) else {}
+        for overrides_of in joints.of_state if key else ():
+            overrides |= overrides_of(base)
         return overrides
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -183,8 +183,7 @@ def enter_training(
         for owner in (optimizer, stateful(optimizer)):
             find_by_params(owner, shared=True)
     setattr(optimizer, ATTRIBUTE, stash)
-    keepers = (keeper for keeper in joints.keepers if keeper.is_for(stash))
-    generated_class.give(optimizer, mixin, tuple(name for keeper in keepers for name in keeper.KEY))
+    generated_class.give(optimizer, mixin, () if stash.policy.optimizer_state is None else ("optimizer_state",))
     _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
 

@@ -19,7 +19,7 @@ from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
 from amp_patch.policy import STOCHASTIC
 from amp_patch.support import device_sync, distributed
-from amp_patch.support.generated_class import base_class
+from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.training import joints
 from amp_patch.training.joints import Optimizer
 from amp_patch.training.loss_scaler import LossScaler
@@ -150,11 +150,8 @@ def may_skip_on_device(optimizer: Optimizer, stash: Stash) -> bool:
     if stash.masters.links.on_host:
         return False
     able = getattr(optimizer, "skips_on_device", None)
-    if able is None:  # not by `getattr`, which would call `SupportsScaling` in each step
-        able = vars(optimizer).get(SupportsScaling.NAME)
-    if able is None:  # the inner optimizer of a ZeroRedundancyOptimizer has a stash, but no generated class
-        is_ours = isinstance(optimizer, SupportsScaling.owner)
-        able = getattr(super(SupportsScaling.owner, optimizer) if is_ours else optimizer, SupportsScaling.NAME, False)
+    if able is None:
+        able = supports_scaling(optimizer)
     devices = {found_inf.device for _, found_inf in stash.found} if able else set()
     return len(devices) == 1 and device_sync.waits(devices.pop())
 
@@ -168,33 +165,30 @@ def note_stepped(optimizer: Optimizer, stash: Stash) -> None:
 
 
 _SCALERS_FILE = torch.amp.GradScaler.step.__code__.co_filename
+SCALING = "_step_supports_amp_scaling"
 
 
-class SupportsScaling:
-    """The descriptor of `_step_supports_amp_scaling`, which torch's `GradScaler.step` reads before anything else.
+def supports_scaling(optimizer: Any) -> Any:
+    """Return whether the optimizer's own step unscales, and skips after an overflow, as torch's fused optimizers say.
 
-    The read raises if the GradScaler would unscale gradients that `scale_loss` has unscaled, or would leave gradients
-    on a cast model's weights, where the step on the masters does not find them. Otherwise it returns the attribute's
-    value without amp_patch: whether the optimizer's own step unscales, and skips after an overflow.
+    The inner optimizer of a ZeroRedundancyOptimizer has a stash, but no generated class.
     """
+    given = vars(optimizer).get(SCALING)
+    if given is None:
+        given = getattr(super(Generated, optimizer) if isinstance(optimizer, Generated) else optimizer, SCALING, False)
+    return given
 
-    NAME = "_step_supports_amp_scaling"
-    owner: Any = None  # the class that defines the attribute
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        SupportsScaling.owner = owner
+def read_by_scaler(optimizer: Optimizer) -> Any:
+    """Return `supports_scaling(optimizer)`: torch's `GradScaler.step` reads it before anything else.
 
-    def __get__(self, optimizer: Optimizer, owner: type | None = None) -> Any:
-        if optimizer is None:
-            return self
-        asking = sys._getframe(1)
-        if asking.f_code.co_filename == _SCALERS_FILE:
-            _check_scaler(optimizer, asking.f_locals.get("self"))
-        given = vars(optimizer).get(self.NAME)
-        return getattr(super(self.owner, optimizer), self.NAME, False) if given is None else given
-
-    def __set__(self, optimizer: Optimizer, value: Any) -> None:
-        vars(optimizer)[self.NAME] = value
+    Raise if the GradScaler would unscale gradients that `scale_loss` has unscaled, or would leave gradients on a cast
+    model's weights, where the step on the masters does not find them.
+    """
+    asking = sys._getframe(1)
+    if asking.f_code.co_filename == _SCALERS_FILE:
+        _check_scaler(optimizer, asking.f_locals.get("self"))
+    return supports_scaling(optimizer)
 
 
 def _check_scaler(optimizer: Optimizer, scaler: object) -> None:

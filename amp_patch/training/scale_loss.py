@@ -98,8 +98,8 @@ def scale_loss(
             prepare(target, stash)
     if scaler.scales and not stashes[0].bodies:
         joints.tell(joints.first_loss, loss)
-    alone = len(targets) == 1 and stashes[0].neighbours.owns_all
-    return (ScaledBackward if alone else joints.shared_backward[0])(
+    known = stashes[0].neighbours.siblings
+    return (ScaledBackward if len(known) == 1 and not known.unowned else joints.shared_backward[0])(
         loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
     )
 

@@ -157,11 +157,6 @@ class Neighbours:
     other_bodies: list[weakref.ref[Body]] = field(default_factory=list)
     ended: int = field(default_factory=lambda: body_events.count)
 
-    @property
-    def owns_all(self) -> bool:
-        """Tell whether the optimizer is the training's only one, and holds all trainable parameters."""
-        return len(self.siblings) == 1 and not self.siblings.unowned
-
     def checking_body(self) -> bool:
         """Tell whether a running body of another optimizer checks gradients."""
         return any((body := ref()) is not None and body.checking for ref in self.other_bodies)

@@ -132,7 +132,7 @@ def enter(targets: Sequence[Any], wanted: bool) -> None:
         around = known_stash(optimizer).neighbours
         around.strategy = release
         around.before_backward.append(release.begin)
-        around.undo += [optimizer.register_step_post_hook(release.end).remove, release.remove]
+        around.undo += [optimizer.register_step_post_hook(release.drop).remove, release.remove]
 
 
 class _Place:
@@ -201,11 +201,8 @@ class _Release(Strategy):
         for ref, place in self._places:
             place.group = groups.get(ref())
 
-    def end(self, *_: Any) -> None:
-        """Forget which parameters this iteration has stepped; called after `step()`."""
-        self.drop()
-
-    def drop(self) -> None:
+    def drop(self, *of_hook: Any) -> None:
+        """Forget which parameters this iteration has stepped; called after `step()`, too."""
         self._ready, self._elements = [], 0
         for _, place in self._places:
             place.reached = False

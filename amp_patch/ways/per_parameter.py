@@ -105,18 +105,13 @@ def _own_step(base: Any) -> Plain:
 
 def is_registered(base: Any) -> bool:
     """Return whether `base` is registered, and its `step` has not been replaced since."""
-    found = _registered.get(base)
-    return found is not None and found.plain is _own_step(base)
+    return registration_of(base) is not None
 
 
 def registration_of(base: Any) -> Registration | None:
     """Return the Registration of `base`; None if it is not registered, or its `step` has been replaced since."""
-    return _registered[base] if is_registered(base) else None
-
-
-def fp32_state_of(base: Any) -> frozenset[str]:
-    """Return the names of state tensors that always stay FP32; empty if `base` is not registered."""
-    return _registered[base].fp32_state if is_registered(base) else frozenset()
+    found = _registered.get(base)
+    return found if found is not None and found.plain is _own_step(base) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -99,12 +99,9 @@ def _reason_against_class(base: Any) -> str | None:
         )
     first, last = RELEASES
     if not first <= tuple(map(int, torch.__version__.split(".")[:2])) <= last:
-        return f"torch {torch.__version__} is not in {_dotted(first)} to {_dotted(last)}, whose optimizers are known"
+        known = "{}.{} to {}.{}".format(*first, *last)
+        return f"torch {torch.__version__} is not in {known}, whose optimizers are known"
     return BY_CLASS.get(base.__name__, "its class is unknown")
-
-
-def _dotted(release: tuple[int, ...]) -> str:
-    return ".".join(map(str, release))
 
 
 def _has_tensor(setting: Any) -> bool:
@@ -166,7 +163,6 @@ class InPortions(Strategy):
         masters = [record.master for _, portion in portions for _, record in portion]
         if not masters or not all(_is_dense(master, self.devices) for master in masters):
             return WHOLE.run(step, plain)  # portions are verified for dense gradients only
-        _settle_others(step, portions)
         _step_each(step, portions, plain)
         done(step)
         return None
@@ -176,13 +172,9 @@ IN_PORTIONS = InPortions()
 
 
 @without_grad
-def _settle_others(step: Step, portions: list[Portion]) -> None:
-    """Sync masters and weights that are in no portion (they have no gradient) after edits by user code."""
-    settle(step.links.without({record for _, portion in portions for _, record in portion}))
-
-
-@without_grad
 def _step_each(step: Step, portions: list[Portion], plain: Plain) -> None:
+    # After edits by user code, also masters and weights in no portion are synced: they have no gradient.
+    settle(step.links.without({record for _, portion in portions for _, record in portion}))
     waiting = step.stash.masters.waiting
     room = max(sum(room_for(record.master) for _, record in portion) for _, portion in portions)
     with per_parameter.stepping(step.optimizer, plain) as step_some:
