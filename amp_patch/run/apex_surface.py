@@ -13,8 +13,6 @@ DIFFERENCES = {
     "backward pass on; the loss scale stays above 2**-24 unless min_loss_scale says otherwise; optimizer.step(closure) "
     "is refused where losses are scaled; at O2 too a gradient that the script sets to None before the step is not "
     "applied",
-    r"apex\.amp\.initialize\(\)\.patch_torch_functions_type": "ROCm's; by name only; with dtype=torch.bfloat16 O1 "
-    "takes torch.bfloat16",
     r"apex\.amp\.initialize\(\)\.combine_ddp": "Huawei's, the only one of its arguments; by name only; needs no "
     "combine_grad, and works at every level; gradients are sent after the backward pass, not during it",
     r"apex\.amp\.scale_loss": "where gradients add up, only the first overflow before a step moves the scale; a static "
@@ -23,8 +21,7 @@ DIFFERENCES = {
     r"apex\.amp\.(register_)?(half|float|promote)_function": "act at any time, before initialize and after it",
     r"apex\.amp\.(register_)?bfloat16_function": "ROCm's; to bfloat16 at every level, while half_function casts to the "
     "type of the level",
-    r"apex\.amp\.init": "verbose prints no casts; weights are cast once a forward in any case; ROCm's patch_type by "
-    "name only",
+    r"apex\.amp\.init": "verbose prints no casts; weights are cast once a forward in any case",
     r"apex\.amp\.handle\.(AmpHandle|NoOpHandle)": "enable_caching=False changes nothing",
     r"apex\.amp\.lists\.\w+\.\w+": "hold torch's newer functions as well; edits act from the next initialize on, those "
     "of FP16_FUNCS in bfloat16 too",

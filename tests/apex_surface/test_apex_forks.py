@@ -23,41 +23,15 @@ from training import linear, mm_dtype
 INF = float("inf")
 
 
-# --- ROCm: the type of the patched functions -------------------------------------------------------------------------
+# --- ROCm: the type of the patched functions is the level's -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
-def test_the_type_of_the_patched_functions_is_the_level_s(amp, level, dtype, as_text):
-    make(amp, level, patch_torch_functions_type=str(dtype) if as_text else dtype)
-    assert mm_dtype() is dtype
-    assert amp._amp_state.opt_properties.patch_torch_functions_type is dtype
-
-
-@pytest.mark.parametrize(
-    ("level", "dtype", "words"),
-    [
-        ("O1", torch.bfloat16, "cast to torch.float16 there"),
-        ("O4", torch.float16, "cast to torch.bfloat16 there"),
-        *((level, torch.float16, "only O1 and O4 patch") for level in ("O0", "O2", "O3", "O5")),
-    ],
-)
-def test_a_type_that_contradicts_the_level_is_refused_or_dropped(amp, level, dtype, words):
-    with pytest.raises(RuntimeError, match=f"patch_torch_functions_type={dtype} contradicts .*{words}"):
-        make(amp, level, patch_torch_functions_type=dtype)
-    assert mm_dtype() is torch.float32
-    amp._amp_state.hard_override = True
-    make(amp, level, patch_torch_functions_type=dtype)
-    own = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
-    assert amp._amp_state.opt_properties.patch_torch_functions_type is own and mm_dtype() is (own or torch.float32)
-
-
-@pytest.mark.parametrize("value", ["float32", torch.float32, "yes", 16])
-def test_a_type_that_cannot_be_is_refused(amp, value):
-    with pytest.raises(ValueError, match=r"initialize: patch_torch_functions_type is .*wanted torch.float16 or"):
-        make(amp, "O1", patch_torch_functions_type=value)
-    with pytest.raises(ValueError, match=r"amp.init: patch_type is .*wanted torch.float16 or torch.bfloat16"):
-        amp.init(patch_type=value)
+def test_a_type_of_the_patched_functions_is_refused(amp):
+    """The level has it: O4 is O1 in BF16."""
+    with pytest.raises(TypeError, match="initialize: there is no argument 'patch_torch_functions_type'"):
+        make(amp, "O4", patch_torch_functions_type=torch.bfloat16)
+    with pytest.raises(TypeError, match="patch_type"):
+        amp.init(patch_type=torch.bfloat16)
     assert mm_dtype() is torch.float32
 
 

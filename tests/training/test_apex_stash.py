@@ -201,7 +201,6 @@ def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, master
         "opt_level": level,
         "cast_model_type": cast,
         "patch_torch_functions": patch,
-        "patch_torch_functions_type": {"O1": torch.float16, "O4": torch.bfloat16}.get(level),
         "keep_batchnorm_fp32": keep,
         "master_weights": masters,
         "loss_scale": scale,

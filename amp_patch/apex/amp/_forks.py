@@ -1,7 +1,6 @@
-"""Arguments of `initialize` and `init` that two forks of Apex, ROCm's and Huawei's, have added.
+"""`combine_ddp`, an argument of `initialize` that Huawei has added to Apex; DeepSpeed's several processes need it.
 
-Names, defaults and meaning are those of ROCm/apex (apex/amp/frontend.py) and Ascend/apex (patch/npu.patch). Of
-Huawei's only `combine_ddp` is served, which DeepSpeed's several processes need.
+Name, default and meaning are those of Ascend/apex (patch/npu.patch).
 """
 
 from __future__ import annotations
@@ -16,32 +15,13 @@ from torch import Tensor, distributed, nn
 from amp_patch.apex.parallel.distributed import flat_dist_call
 from amp_patch.frontend import master_params
 from amp_patch.masters.masters import master_of, publish
-from amp_patch.policy import LOW_PRECISION, boolean
+from amp_patch.policy import boolean
 from amp_patch.support.blocks import block
 from amp_patch.support.scripts_line import frames
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.stash import stash_of
 
-_DTYPES: dict[str, torch.dtype | None] = {
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "None": None,
-}
-
 _DEEPSPEED = "deepspeed.runtime.engine"
-
-
-def low_precision(name: str, value: Any) -> torch.dtype | None:
-    """Return a low-precision type, given as a dtype or its name, or None.
-
-    Raises:
-        ValueError: any other value. The message begins with `name`.
-    """
-    found = _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
-    if found is not None and found not in LOW_PRECISION:
-        raise ValueError(f"{name} is {value!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
-    return found
 
 
 def combines(combine_ddp: Any) -> bool | None:

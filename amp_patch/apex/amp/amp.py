@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state
 from amp_patch.apex.amp.handle import AmpHandle, NoOpHandle
 from amp_patch.casts.functions import (
@@ -37,8 +34,6 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-    *,
-    patch_type: Any = None,
 ) -> AmpHandle | NoOpHandle:
     """Turn the casts of O1 on for the whole process, without a model (the API before `initialize`).
 
@@ -49,18 +44,16 @@ def init(
         loss_scale: "dynamic" or a number, for the optimizers that the handle wraps.
         enable_caching, verbose: see `AmpHandle`.
         allow_banned: run functions without a safe FP16 form in FP32 instead of refusing them.
-        patch_type: ROCm's argument: the low-precision type of the casts, a dtype or its name. None: torch.float16.
 
     Returns:
         The handle. `wrap_optimizer(optimizer, num_loss=1)` adds a loss scale; `_deactivate()` turns the casts off.
 
     Raises:
-        ValueError: an invalid type or loss scale. Nothing was changed then.
+        ValueError: an invalid loss scale. Nothing was changed then.
     """
     handle: AmpHandle | NoOpHandle
     if enabled:
-        low = _forks.low_precision("amp.init: patch_type", patch_type)
-        handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned=allow_banned, patch_type=low)
+        handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned=allow_banned)
     else:
         handle = NoOpHandle()
     _amp_state.handle = handle

@@ -46,8 +46,7 @@ class Properties:
 
     Setting an option to a value that contradicts the level raises RuntimeError (see `warn_or_err`).
 
-    Source: Apex's class of this name, with its options and its order of constraints. `patch_torch_functions_type` is
-    ROCm's option, `combine_ddp` Huawei's.
+    Source: Apex's class of this name, with its options and its order of constraints. `combine_ddp` is Huawei's option.
     """
 
     options: dict[str, Any]
@@ -58,7 +57,6 @@ class Properties:
             "opt_level": None,
             "cast_model_type": None,
             "patch_torch_functions": False,
-            "patch_torch_functions_type": None,
             "keep_batchnorm_fp32": None,
             "master_weights": None,
             "loss_scale": 1.0,
@@ -84,16 +82,8 @@ class Properties:
         self.options[name] = value
 
 
-def _objection(opt_level: str | None, name: str, value: Any, dtype: torch.dtype | None = None) -> str | None:
-    """Return the reason why an option cannot have this value at this level; None if it can.
-
-    `dtype` is the low-precision type if it is not the level's own.
-    """
-    if name == "patch_torch_functions_type" and value is not None:
-        if opt_level not in _CASTS_FUNCTIONS:
-            return "only O1 and O4 patch torch's functions"
-        own = dtype or OPT_LEVELS[opt_level].dtype
-        return None if value is own else f"the functions are cast to {own} there; O1 is float16, O4 bfloat16"
+def _objection(opt_level: str | None, name: str, value: Any) -> str | None:
+    """Return the reason why an option cannot have this value at this level; None if it can."""
     if name == "patch_torch_functions":
         return "only O1 patches torch's functions" if value and opt_level not in _CASTS_FUNCTIONS else None
     if opt_level not in _CASTS_FUNCTIONS or value is None:
@@ -173,7 +163,6 @@ def initialize(
     cpu_half: str | None = None,
     process_group: Any = None,
     methods: tuple[str, ...] = (),
-    patch_torch_functions_type: torch.dtype | str | None = None,
     combine_ddp: bool | str | None = None,
 ) -> Any:
     """Do `amp_patch.initialize` with Apex's arguments; the models and optimizers get Apex's private names too.
@@ -182,8 +171,6 @@ def initialize(
     ``AMP_PATCH_DTYPE``, are those of amp_patch. After the call `amp._amp_state` describes this training.
 
     Args:
-        patch_torch_functions_type: ROCm's argument: the low-precision type of O1's and O4's casts, a dtype or its name.
-            It must equal the type of the level or of `dtype`.
         combine_ddp: Huawei's argument, for a model without DistributedDataParallel, at every level: broadcast the
             parameters from rank 0 now, and average the gradients over all ranks at the end of each `scale_loss` body.
 
@@ -200,7 +187,7 @@ def initialize(
         return initialize_as(dialect(), models, optimizers, None)
     _refuse_fp16_optimizers(optimizers)
     opt_level, given = without_rungs(opt_level, Options.of(arguments))
-    options = _without_contradictions(opt_level, vars(given), patch_torch_functions_type)
+    options = _without_contradictions(opt_level, vars(given))
     combines = _forks.combines(combine_ddp)
     policy = _resolved(opt_level, options)
     register_edits(policy.dtype)
@@ -218,19 +205,16 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
             )
 
 
-def _without_contradictions(opt_level: str, options: dict[str, Any], patched_type: Any) -> dict[str, Any]:
+def _without_contradictions(opt_level: str, options: dict[str, Any]) -> dict[str, Any]:
     """Report each option that contradicts the level, by `warn_or_err`. Return {name of an option: value}.
 
-    The value of a reported option is None in the result. `patched_type` is checked too, but it is not in the result.
+    The value of a reported option is None in the result.
     """
-    checked = {name: options[name] for name in _CONSTRAINED}
-    checked["patch_torch_functions_type"] = _forks.low_precision("initialize: patch_torch_functions_type", patched_type)
     kept = dict(options)
-    for name, value in checked.items():
-        if (objection := _objection(opt_level, name, value, options["dtype"])) is not None:
-            warn_or_err(f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {objection}")
-            if name in kept:
-                kept[name] = None
+    for name in _CONSTRAINED:
+        if (objection := _objection(opt_level, name, options[name])) is not None:
+            warn_or_err(f"initialize: {name}={options[name]} contradicts opt_level {opt_level!r}: {objection}")
+            kept[name] = None
     return kept
 
 
@@ -278,7 +262,6 @@ def _describe(policy: Policy, properties: Properties) -> Properties:
     """Set `properties` to the values that Apex would have for `policy`; return `properties`."""
     known = (name for name in properties.options if name != "enabled" and hasattr(policy, name))
     options = {name: getattr(policy, name) for name in known}
-    options["patch_torch_functions_type"] = policy.dtype if policy.patch_torch_functions else None
     if policy.opt_level not in _CASTS_FUNCTIONS:  # if no function is cast, Apex sets this to a type and False
         options["cast_model_type"] = options["cast_model_type"] or torch.float32
         options["master_weights"] = bool(options["master_weights"])

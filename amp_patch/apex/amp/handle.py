@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch.apex.amp import _forks
@@ -62,7 +61,6 @@ class AmpHandle:
         loss_scale: "dynamic" or a number, for optimizers that this handle wraps.
         enable_caching: stored as `has_cache`, without effect: weights are cast once per forward and `scale_loss`.
         verbose: stored as `verbose`, without effect.
-        patch_type: the low-precision type of the process's casts; None: torch.float16.
         training: the training; None for the process. The level of the process is O1, or the value of
             ``AMP_PATCH_OPT_LEVEL``, O4 or O0. At O0 the handle casts and scales nothing.
 
@@ -77,7 +75,6 @@ class AmpHandle:
         verbose: bool = False,
         *,
         allow_banned: bool = False,
-        patch_type: torch.dtype | None = None,
         training: Training | None = None,
     ) -> None:
         self._enable_caching = enable_caching
@@ -86,7 +83,7 @@ class AmpHandle:
         self._policy: Policy | None = None
         self._active = True
         if training is None:
-            wanted = Options(dtype=patch_type, loss_scale=loss_scale, allow_banned=allow_banned)
+            wanted = Options(loss_scale=loss_scale, allow_banned=allow_banned)
             level, wanted = overridden("O1", wanted)
             policy = resolve(level, wanted)
             if policy.cast_model_type is not None:
