@@ -18,8 +18,8 @@ DIFFERENCES = {
     r"apex\.amp\.scale_loss": "where gradients add up, only the first overflow before a step moves the scale; a static "
     "one skips steps too",
     r"apex\.amp\.disable_casts": "acts on its own thread only; works at every level",
-    r"apex\.amp\.(register_)?(half|float|promote)_function": "act at any time, before initialize and after it",
-    r"apex\.amp\.(register_)?bfloat16_function": "ROCm's; to bfloat16 at every level, while half_function casts to the "
+    r"apex\.amp\.(register_)?(half_|float_|promote_)function": "act at any time, before initialize and after it",
+    r"apex\.amp\.(register_)?(bfloat16_)function": "ROCm's; to bfloat16 at every level, while half_function casts to the "
     "type of the level",
     r"apex\.amp\.init": "verbose prints no casts; weights are cast once a forward in any case",
     r"apex\.amp\.handle\.(AmpHandle|NoOpHandle)": "enable_caching=False changes nothing",
@@ -45,7 +45,9 @@ DIFFERENCES = {
     "differ in type",
     r"apex\.normalization\.fused_layer_norm\.\w+": "memory_efficient has no effect",
     r"apex\.fp16_utils\.FP16_Optimizer": "step(closure) is refused",
-    r"apex\.fp16_utils\.(prep_param_lists|\w+_to_(master|model)_\w+)": "flat_master=True is refused",
+    r"apex\.fp16_utils\.(prep_param_lists|model_grads_to_master_grads|master_params_to_model_params)": (
+        "flat_master=True is refused"
+    ),
     r"apex\.multi_tensor_apply\.(multi_tensor_applier|MultiTensorApply)": "available is True without the extension "
     "too; the chunk size has no effect",
     r"amp_C\.multi_tensor_(sgd|adam|adagrad|novograd|lamb)\w*": "gradients are only read: Apex's multi_tensor_lamb "

@@ -33,25 +33,17 @@ class AmpState:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self._verbosity: int = 1
-        self._unattached: list[Any] | None = None
 
     @property
     def loss_scalers(self) -> list[Any]:
         """The loss scalers in use, by `loss_id`: the training's own list. An assignment replaces its elements."""
-        training = newest_training()
-        if training is not None:
-            return training.scalers
-        if self._unattached is None:
+        if (training := newest_training()) is None:
             raise AttributeError("'AmpState' object has no attribute 'loss_scalers': amp.initialize() makes them")
-        return self._unattached
+        return training.scalers
 
     @loss_scalers.setter
     def loss_scalers(self, scalers: list[Any]) -> None:
-        training = newest_training()
-        if training is None:
-            self._unattached = scalers
-        else:
-            training.scalers[:] = scalers
+        self.loss_scalers[:] = scalers
 
     @property
     def verbosity(self) -> int:

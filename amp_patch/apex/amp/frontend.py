@@ -101,43 +101,22 @@ class _Level:
     """An opt level. `level(properties)` sets the options of a `Properties` to the level's; returns `properties`."""
 
     brief: str
-    more: str
 
     def __call__(self, properties: Properties) -> Properties:
         return _describe(OPT_LEVELS[type(self).__name__], properties)
 
 
-class O5(_Level):
-    brief = "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights."
-    more = "O2 in BF16, which has FP32's range: nothing is scaled. ROCm's name."
-
-
-class O4(_Level):
-    brief = "O4:  Insert automatic casts around Pytorch functions and Tensor methods."
-    more = "O1 in BF16, which has FP32's range: nothing is scaled. ROCm's name."
-
-
-class O3(_Level):
-    brief = "O3:  Pure FP16 training."
-    more = "Weights, inputs and batch norms are FP16. How fast a model can be; rarely how well it trains."
-
-
-class O2(_Level):
-    brief = "O2:  FP16 training with FP32 batchnorm and FP32 master weights."
-    more = "Weights and inputs are FP16, batch norms FP32; the optimizer updates FP32 copies of the weights."
-
-
-class O1(_Level):
-    brief = "O1:  Insert automatic casts around Pytorch functions and Tensor methods."
-    more = "Weights stay FP32; each function of torch's gets the type that is fast or safe for it. The default."
-
-
-class O0(_Level):
-    brief = "O0:  Pure FP32 training."
-    more = "The baseline: nothing is cast and nothing is scaled."
-
-
-opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
+_BRIEFS = {
+    "O3": "Pure FP16 training.",
+    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O1": "Insert automatic casts around Pytorch functions and Tensor methods.",
+    "O0": "Pure FP32 training.",
+    "O4": "Insert automatic casts around Pytorch functions and Tensor methods, to BFLOAT16.",
+    "O5": "BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+}
+_LEVELS = {name: type(name, (_Level,), {"brief": f"{name}:  {brief}"}) for name, brief in _BRIEFS.items()}
+O3, O2, O1, O0, O4, O5 = _LEVELS.values()
+opt_levels = {name: level() for name, level in _LEVELS.items()}
 
 
 @names_arguments

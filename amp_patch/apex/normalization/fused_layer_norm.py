@@ -13,7 +13,6 @@ Sources: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.0
 from __future__ import annotations
 
 import numbers
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -273,20 +272,16 @@ class _Mixed(_Norm):
     """Base of the norms whose result has the weight's type."""
 
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
     ) -> None:
-        """Check the other arguments as Apex does.
-
-        Warn of `elementwise_affine=True`, and raise for `elementwise_affine=False` and for unknown names.
-        """
-        name = type(self).__name__
-        unknown = sorted(set(kwargs) - {"elementwise_affine"})
-        if unknown:
-            raise TypeError(f"{name}: unexpected arguments {', '.join(unknown)}")
-        if "elementwise_affine" in kwargs:
-            if not kwargs["elementwise_affine"]:
-                raise RuntimeError(f"{name}: elementwise_affine is False, and the type of the result is the weight's")
-            warnings.warn(f"{name} is always affine and has no argument elementwise_affine: leave it out", stacklevel=2)
+        if not elementwise_affine:
+            name = type(self).__name__
+            raise RuntimeError(f"{name}: elementwise_affine is False, and the type of the result is the weight's")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
 
