@@ -58,7 +58,7 @@ def beside(survey: Survey | None, level: LevelResult) -> str:
     if survey is None or not ended_badly(level):
         return ""
     lines = named(survey, level)
-    told = [str(line) for line in lines[:_TOLD]]
+    told = [f"{line.place} raises it" if _in_verdict(line.what, level) else str(line) for line in lines[:_TOLD]]
     more = [f"and {counted(len(lines) - _TOLD, 'more line')}"] if len(lines) > _TOLD else []
     names = ["the survey names " + "; ".join(told + more)] if lines else []
     return "; ".join(names + [f"one step, measured: {words}" for words in _measured(survey, level, lines)])
@@ -66,10 +66,21 @@ def beside(survey: Survey | None, level: LevelResult) -> str:
 
 def _measured(survey: Survey, level: LevelResult, lines: Sequence[Line]) -> list[str]:
     name = _known_as(level.level, level.dtype)
-    found = [
-        each.get("words", "") for each in survey.get("measured", []) if name in each["levels"] and not each["failed"]
+    found = [each for each in survey.get("measured", []) if name in each["levels"] and not each["failed"]]
+    if any(line.raises for line in lines):
+        found = [each for each in found if not each.get("raised")]
+    told = [each.get("words", "") for each in found]
+    return [
+        words
+        for words in told
+        if words and not any(words in line.what for line in lines) and not _in_verdict(words, level)
     ]
-    return [words for words in found if words and not any(words in line.what for line in lines)]
+
+
+def _in_verdict(words: str, level: LevelResult) -> bool:
+    """Return whether the level's verdict has the error that `words` tell: "the step raises RuntimeError: ..."."""
+    raises, _, error = words.partition("the step raises ")
+    return bool(error) and not raises and error in level.verdict.text
 
 
 def to_change(survey: Survey | None, level: LevelResult) -> list[Line]:

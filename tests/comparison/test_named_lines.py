@@ -24,6 +24,7 @@ LINE = {
     "edit": "take 1e-5",
 }
 SURVEY = {"lines": [LINE], "clear": ["O1", "O4", "O5"], "lost_updates": {}}
+ERROR = "RuntimeError: mat1 and mat2 must have the same dtype"
 BASE, GOOD, BAD = (2.0, 2.02, 1.98), (2.0005, 2.0204, 1.9806), (5.0, 6.0, 7.0)
 
 
@@ -136,3 +137,25 @@ def test_amp_compare_surveys_a_level_that_diverged(least):
     place = f"test_named_lines.py:{Unit.forward.__code__.co_firstlineno + 2} (div): 1e-08 is 0 in FP16"
     assert (place in made.levels[1].verdict.text) == (least == 1e-8)
     assert (made.survey is None) == (least == 1e-3)
+
+
+@pytest.mark.parametrize("stops", [{"error": f"{ERROR}"}, {"caught": ERROR}], ids=("fails", "stops"))
+@pytest.mark.parametrize("by_rule", [True, False])
+def test_an_error_that_the_level_itself_shows_is_told_once(stops, by_rule):
+    """The measurement meets the error that stopped the level; its line is named, and the error is not repeated."""
+    raised = f"the step raises {ERROR}"
+    line = {**LINE, "what": "an error in FP16" if by_rule else raised, "raises": True}
+    measured = {"levels": ["O2", "O3"], "failed": "", "raised": ERROR, "words": raised}
+    runs = seeds("O2", *BASE, **stops)
+    for run in runs:
+        run.loss = run.loss[:5]
+    made = compared(runs, survey={**SURVEY, "lines": [line], "measured": [measured]})
+    text = made.levels[1].verdict.text
+    assert text.count(ERROR) == 1, text
+    assert text.endswith("the survey names net.py:12 (div): an error in FP16" if by_rule else "net.py:12 raises it")
+
+
+def test_an_error_that_no_run_shows_is_told_beside_its_level():
+    measured = {"levels": ["O2"], "failed": "", "raised": ERROR, "words": f"the step raises {ERROR}"}
+    text = compared(seeds("O2", *BAD), survey={"lines": [], "measured": [measured]}).levels[1].verdict.text
+    assert text.endswith(f"one step, measured: the step raises {ERROR}")

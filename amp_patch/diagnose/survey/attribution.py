@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,11 +34,24 @@ from amp_patch.support.random_states import random_states, restored_random_state
 
 _INPUTS = 6  # inputs that are rounded alone
 _LINES = 60  # lines of a module that are tried
+_RESERVED = 6  # steps for the trial of an option, with its loss scales
 _ENOUGH = 0.1  # a line that leaves this share of its module's error, or less, mends it
 _OF_MODEL = 0.05  # a model with a smaller error of its own is not searched: the loss function is the cause
 _HELPS = 0.5  # an edit that leaves at most this share of the error is named
 _ALONE = 0.5  # a line that alone gives this share of the error breaks the module
 _MENDS = 0.8  # a line that leaves at most this share of its module's error is part of the cause
+
+
+@dataclass
+class Limit:
+    """The end of a search: a time of `time.monotonic`, and a number of steps of the model."""
+
+    time: float
+    steps: int
+
+    def allows(self, steps: Steps, reserve: int = 0) -> bool:
+        """Return whether another trial may begin that leaves `reserve` steps."""
+        return time.monotonic() < self.time and steps.count + reserve < self.steps
 
 
 @dataclass
@@ -111,15 +124,15 @@ def share(error: float) -> str:
     return "not finite" if math.isinf(error) else percent(error)
 
 
-def search(steps: Steps, exact: Numbers, level: str, worst: str, error: float, end: float) -> Cause:
-    """Return the cause of an error. At most 12 steps of the model, and calls of single modules.
+def search(steps: Steps, exact: Numbers, level: str, worst: str, error: float, limit: Limit) -> Cause:
+    """Return the cause of an error, by steps of the model and calls of single modules.
 
     Args:
         steps: the steps of the case.
         exact: the FP32 step.
         level: the level of the step with the error.
         worst, error: the name of the error in `Errors.by_name`, and its size.
-        end: a time of `time.monotonic` at which no further trial begins.
+        limit: where it ends.
     """
     cause, dtype = Cause(error), OPT_LEVELS[level].dtype
 
@@ -129,7 +142,7 @@ def search(steps: Steps, exact: Numbers, level: str, worst: str, error: float, e
     trials: dict[str, dict[str, Any]] = {"weights": {"weights": True}, "buffers": {"buffers": True}}
     trials |= {f"input {at + 1}": {"given": at} for at in range(min(len(steps.case.inputs), _INPUTS))}
     for name, chosen in trials.items():
-        if time.monotonic() < end:
+        if limit.allows(steps):
             alone = of_worst(steps.ideal(dtype, **{"weights": False, "outputs": False, **chosen}))
             if alone > cause.alone_error and alone > 0.5 * min(error, 1.0):
                 cause.alone, cause.alone_error = name, alone
@@ -147,11 +160,11 @@ def search(steps: Steps, exact: Numbers, level: str, worst: str, error: float, e
             types.clear()
             for name, module in low.named_modules():
                 module.register_forward_pre_hook(_noting(types, name), with_kwargs=True)
-            return lambda: _descend(cause, root, low, calls, types, dtype, end)
+            return lambda: _descend(cause, root, low, calls, types, dtype, steps, limit)
 
         steps.at_level(level, watch)
         option = [cause.module]
-    if (cause.module or worst in exact.changes) and time.monotonic() < end:
+    if (cause.module or worst in exact.changes) and limit.allows(steps):
         cause.option = f"keep_fp32={option!r}"
         with suppress(TypeError, ValueError, RuntimeError):  # a level without keep_fp32, or types that mix
             cause.option_error = of_worst(steps.at_level(level, keep_fp32=option))
@@ -278,19 +291,28 @@ def _descend(
     calls: dict[str, FirstCall],
     types: dict[str, list[torch.dtype]],
     dtype: torch.dtype,
-    end: float,
+    steps: Steps,
+    limit: Limit,
 ) -> None:
-    """Follow the largest local error from the step down, then compute each line of that module in another type."""
+    """Follow the largest local error from the step down, then compute each line of that module in another type.
+
+    A call of the whole model counts as a step.
+    """
+
+    def local(of: Root, part: str, *given: Any, **named: Any) -> Local:
+        steps.count += part in ("", "model")
+        return Local(of.get_submodule(part), calls[part], *given, **named)
+
     name, error, right = "", 0.0, None
     parts = [""]
     while parts:
         best, best_error, best_right = "", -1.0, None
         for part in parts:
-            if part in calls and part in types and time.monotonic() < end:
+            if part in calls and part in types and limit.allows(steps, _RESERVED):
                 with regions.region(None):
                     # With the inputs that the level gives it: a module that only magnifies their rounding is no cause.
-                    truth = Local(exact.get_submodule(part), calls[part], types[part], wide=True)
-                found = Local(low.get_submodule(part), calls[part], types[part]).off(truth)
+                    truth = local(exact, part, types[part], wide=True)
+                found = local(low, part, types[part]).off(truth)
                 if found > best_error:
                     best, best_error, best_right = part, found, truth
         # Of the step, its model is followed first: a loss that only magnifies the model's error is not the cause.
@@ -301,36 +323,43 @@ def _descend(
     if right is None:
         return
     cause.module, cause.by_loss, cause.module_error = _plain(name), not name, error
-    module, whole, call = low.get_submodule(name), exact.get_submodule(name), calls[name]
     seen = Lines()
-    Local(module, call, types[name], seen)
+    local(low, name, types[name], seen)
     lines = [*seen.seen][-_LINES:]
-    tried = _tried(lines, lambda line: Local(module, call, types[name], Lines(line)).off(right), end)
-    least = min(tried.values(), default=error)
+
+    def tried(
+        lines: Iterable[Place], off: Callable[[Place], float], enough: Callable[[float], bool]
+    ) -> dict[Any, float]:
+        """Return {line: error} of trials, up to the first error that is enough, without lines at which types mix."""
+        found: dict[Any, float] = {}
+        for line in lines:
+            if limit.allows(steps, _RESERVED) and not any(map(enough, found.values())):
+                with suppress(RuntimeError, TypeError):
+                    found[line] = off(line)
+        return found
+
+    # Of the lines that mend the module, the last: the numbers before it need not be exact.
+    whole = min(error, 1.0)
+    mended = tried(
+        reversed(lines),
+        lambda line: local(low, name, types[name], Lines(line)).off(right),
+        lambda e: e <= _ENOUGH * whole,
+    )
+    least = min(mended.values(), default=error)
     if least < _MENDS * min(error, 10.0):
-        # Of the lines that mend the module, the last: the numbers before it need not be exact.
-        enough = max(1.5 * least, _ENOUGH * min(error, 1.0))
-        cause.line, cause.line_error = next(each for each in reversed(tried.items()) if each[1] <= enough)
+        enough = max(min(1.5 * least, _MENDS * error), _ENOUGH * whole)
+        cause.line, cause.line_error = next(each for each in mended.items() if each[1] <= enough)
         return
     with regions.region(None):
-        truth = Local(whole, call)
-        tried = _tried(lines, lambda line: Local(whole, call, mode=Lines(line, dtype)).off(truth), end)
-    large = (each for each in tried.items() if each[1] > _ALONE * min(error, max(tried.values())))
+        truth = local(exact, name)
+        broken = tried(
+            lines, lambda line: local(exact, name, mode=Lines(line, dtype)).off(truth), lambda e: e > _ALONE * error
+        )
+    large = (each for each in broken.items() if each[1] > _ALONE * min(error, max(broken.values())))
     cause.line, cause.line_alone = next(large, (None, None))
     if cause.line is None:
-        cause.line = (
-            (_forward_of(exact, name) if name else _first_line(exact.loss_fn)) if call.line is None else call.line
-        )
-
-
-def _tried(lines: list[Place], off: Callable[[Place], float], end: float) -> dict[Place, float]:
-    """Return {line: error} of a trial for each line, without those at which types mix."""
-    found = {}
-    for line in lines:
-        if time.monotonic() < end:
-            with suppress(RuntimeError, TypeError):
-                found[line] = off(line)
-    return found
+        called = calls[name].line
+        cause.line = called or (_forward_of(exact, name) if name else _first_line(exact.loss_fn))
 
 
 def _forward_of(root: nn.Module, name: str) -> Place | None:

@@ -20,7 +20,7 @@ import torch
 
 from amp_patch.diagnose.module_error import floats
 from amp_patch.diagnose.survey import attribution
-from amp_patch.diagnose.survey.attribution import Cause, share
+from amp_patch.diagnose.survey.attribution import Cause, Limit, share
 from amp_patch.diagnose.survey.calls import line_of
 from amp_patch.diagnose.survey.kinds import KINDS, Kind, Place
 from amp_patch.diagnose.survey.steps import Case, Errors, Numbers, Steps, errors, offset
@@ -37,6 +37,7 @@ _CHANCE = (
 )
 _FAR = 10.0  # outputs this many times larger than what the samples differ by lie in units of their own
 _KNOWN = 10.0  # seconds for the cause at a level that a rule has a line for
+_STEPS = 40  # steps of the model for a level
 _TRIALS = 2  # nearby weights that must show an error too
 MEASURED = tuple(sorted(kind.levels[0] for kind in KINDS))  # a level of each kind
 
@@ -160,7 +161,7 @@ def measure(
                     found.failed = f"two steps in FP32 differ by {share(max(again.by_name().values()))}"
                 elif suspects := _suspects(found, kind):
                     latest = min(end, time.monotonic() + (_KNOWN if level in known else seconds))
-                    _judge(found, steps, exact, kind, suspects, latest)
+                    _judge(found, steps, exact, kind, suspects, Limit(latest, before + _STEPS))
             found.steps = steps.count - before
             yield found
 
@@ -169,14 +170,14 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _judge(found: Measured, steps: Steps, exact: Numbers, kind: Kind, suspects: set[str], end: float) -> None:
+def _judge(found: Measured, steps: Steps, exact: Numbers, kind: Kind, suspects: set[str], limit: Limit) -> None:
     """Confirm the suspects, and search the cause of the worst one. A trial that raises refutes none of them."""
     found.told = sorted(suspects)
     with suppress(Exception):
         found.told = sorted(_confirmed(steps, found, kind, suspects))
-        if found.told and time.monotonic() < end:
+        if found.told and limit.allows(steps):
             error = found.errors.by_name()[found.worst]
-            found.cause = attribution.search(steps, exact, found.level, found.worst, error, end)
+            found.cause = attribution.search(steps, exact, found.level, found.worst, error, limit)
 
 
 def _is_large(found: Errors) -> bool:

@@ -1,7 +1,8 @@
 """One step of a model and its loss: at a level, in FP32, or as an ideal run; and the errors between two such steps.
 
-An *ideal run* is an FP32 step in which the weights, and the output of each leaf module and its gradient, are rounded
-once to a low-precision type. Each model has an error of this size at a level, whatever its lines do.
+An *ideal run* is an FP32 step in which the weights, and the outputs of the model and of each leaf module and their
+gradients, are rounded once to a low-precision type. Each model has an error of this size at a level, whatever its lines
+do.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from amp_patch.support.random_states import random_states, restored_random_state
 from amp_patch.training.scale_loss import scale_loss
 
 FLOOR = 0.01  # a parameter's gradient below this share of the mean one counts as this share
-_SCALES = (2.0**16, 2.0**8, 1.0, 2.0**-12, 2.0**-24)  # loss scales of FP16, until the gradients are finite
+_LARGEST = 2.0**16  # a loss scale of FP16
+_ROOM = 2.0**14  # the first loss scale that is tried makes this of the largest gradient
+_SMALLER = (1.0, 2.0**-4, 2.0**-12, 2.0**-20, 2.0**-36)  # then these parts of it, until all gradients are finite
 
 
 class Case(NamedTuple):
@@ -133,10 +136,17 @@ class Steps:
     def __init__(self, case: Case) -> None:
         self.case, self.count = case, 0
         self._random = random_states()
+        self._scale = _LARGEST  # the loss scale that FP16 starts with
 
     def exact(self, root: Root | None = None) -> Numbers:
         """Make the step in FP32, without casts, on `root` or a new copy."""
-        return self._numbers(root or Root(self.case), self.case.args, self.case.named)
+        found = self._numbers(root or Root(self.case), self.case.args, self.case.named)
+        largest = max(
+            (float(grad.to_dense().abs().max()) for grad in found.grads.values() if grad.numel()), default=0.0
+        )
+        if 0 < largest < math.inf:
+            self._scale = min(_LARGEST, 2.0 ** math.floor(math.log2(_ROOM / largest)))
+        return found
 
     def ideal(
         self, dtype: torch.dtype, *, weights: bool = True, buffers: bool = False, outputs: bool = True, given: int = -1
@@ -146,7 +156,7 @@ class Steps:
         Args:
             dtype: a low-precision type.
             weights, buffers: whether the parameters, or the buffers, are rounded before the step.
-            outputs: whether each leaf module's output, and the gradient of it, is rounded.
+            outputs: whether the outputs of each leaf module and of the model, and their gradients, are rounded.
             given: the index of a floating input that is rounded; -1: none.
         """
         root = Root(self.case)
@@ -156,7 +166,7 @@ class Steps:
             for tensor in floats(chosen):
                 tensor.copy_(rounded(tensor, dtype))
         for module in root.modules():
-            if outputs and is_leaf(module):
+            if outputs and (is_leaf(module) or module is root.model):
                 module.register_forward_hook(lambda _m, _i, out: _mapped(lambda t: Rounding.apply(t, dtype), out))
         count = iter(range(10**6))
         args, named = _mapped(
@@ -175,7 +185,9 @@ class Steps:
         """
         found, casts = Numbers([], {}, {}), OPT_LEVELS[level].cast_model_type is not None
         options = {name: value for name, value in self.case.options.items() if casts or name != "keep_fp32"} | options
-        for scale in _SCALES if OPT_LEVELS[level].dtype is torch.float16 else (None,):
+        fp16 = OPT_LEVELS[level].dtype is torch.float16
+        scales = [self._scale * part for part in _SMALLER] if fp16 else [None]
+        for scale in scales:
             root = Root(self.case)
             trained = [p for p in root.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(trained, lr=0.0)
@@ -184,7 +196,8 @@ class Steps:
                 root.model, optimizer = initialize(root.model, optimizer, opt_level=level, verbosity=0, **given)
                 then = watch(root) if watch else None
                 found = self._numbers(root, self.case.args, self.case.named, optimizer=optimizer)
-                if found.finite or scale in (None, _SCALES[-1]):
+                if found.finite or scale is scales[-1]:
+                    self._scale = self._scale if scale is None else scale
                     if then is not None:
                         then()
                     break

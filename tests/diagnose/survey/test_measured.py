@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import measured_cases
+import measured_formula_cases
 import pytest
 import survey_cases
 import survey_function_cases
@@ -18,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_patch import amp
+from amp_patch.diagnose.survey import attribution, measured
 
 LEVELS = ("O1", "O2", "O4", "O5")
 
@@ -76,10 +79,17 @@ def sparse():
 HEALTHY = (transformer, convnet, recurrent, bias_before_a_norm, sparse)
 
 
-def surveyed(case, device="cpu", **options):
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch):
+    """Let no time pass for the measurement, so that a busy machine does not end it."""
+    for module in (measured, attribution):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+def surveyed(case, device="cpu", *given, **options):
     torch.manual_seed(0)
     with torch.device(device):
-        made = case()
+        made = case(*given)
     return amp.survey(*made, **options)
 
 
@@ -117,6 +127,58 @@ def test_an_error_that_rounding_does_not_explain_is_told_with_its_line(case, dev
             assert level in lines.get(named.line, ()) or named.text().lstrip().startswith("def "), (level, found.cause)
             assert found.told and found.steps <= 40
             assert found.cause.edit
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("formula", measured_formula_cases.FORMULAS, ids=lambda formula: formula.__name__)
+def test_a_formula_that_no_rule_knows_is_told_with_its_line_and_its_healthy_twin_is_clear(formula, device):
+    report = surveyed(formula, device, False)
+    lines = marked(formula, "off")
+    wanted = set().union(*lines.values())
+    assert [line for line in report.lines if line.op != "measured"] == []
+    assert set(report.broken) & {*LEVELS} == wanted, str(report)
+    for level in wanted:
+        found = by_level(report)[level]
+        assert level in lines[found.cause.line.line], (level, found.cause, found.cause.line.text())
+        assert found.steps <= 40
+    report = surveyed(formula, device, True)
+    assert (report.lines, len(report.measured)) == ([], len(LEVELS)), str(report)
+    assert sum(found.steps for found in report.measured) <= 4 * len(LEVELS)
+
+
+class Counted(nn.Linear):
+    """A model whose forwards are counted."""
+
+    calls = 0
+
+    def forward(self, x):
+        Counted.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e9, 1e-9])
+def test_a_level_takes_four_steps_at_most_if_nothing_is_suspected(factor):
+    """Whatever loss scale FP16 needs."""
+    Counted.calls = 0
+    report = amp.survey(Counted(4, 4), lambda out, y: factor * F.mse_loss(out, y), (torch.randn(8, 4),) * 2)
+    assert [found.told for found in report.measured] == [[], [], [], []]
+    assert Counted.calls - 1 == sum(found.steps for found in report.measured), "one is that of the rules"
+    assert max(found.steps for found in report.measured) <= 4
+
+
+LINES = "class ManyLines(Counted):\n def forward(self, x):\n  x = x + 3\n" + 50 * "  x = x + 0.0045 * x.sin()\n"
+
+
+def test_a_level_takes_forty_steps_at_most_with_the_search():
+    """Each of 50 lines has a part in the error, and a trial of a line is a step, as they are the model's own."""
+    exec(LINES + "  return super().forward(x - 3)\n", names := {"Counted": Counted})
+    Counted.calls = 0
+    torch.manual_seed(0)
+    report = amp.survey(names["ManyLines"](4, 4), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4)))
+    found = by_level(report)["O5"]
+    assert found.told and found.cause.line is not None
+    assert Counted.calls - 1 == sum(each.steps for each in report.measured)
+    assert 30 < found.steps <= 40
 
 
 def test_the_figure_of_an_edit_is_what_the_edit_gives():
