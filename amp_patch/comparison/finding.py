@@ -13,13 +13,13 @@ class Lost(NamedTuple):
     """Runs of a level without a result, all for the same reason.
 
     Attributes:
-        kind: "stopped" (fewer steps than O0's), "diverged" (a loss is not finite), "not finite" (a logged metric is
-            not), or "missing" (no value).
-        step: for "stopped", the number of steps; for "diverged", the step of the first loss that is not finite; else
-            None.
+        kind: "stopped" (fewer steps than O0's), "left out batches" (forwards that led to no step), "diverged" (a loss
+            is not finite), "not finite" (a logged metric is not), or "missing" (no value).
+        step: for "stopped", the number of steps; for "left out batches", that of such forwards; for "diverged", the
+            step of the first loss that is not finite; else None.
         as_base: whether the baseline's runs with these seeds have no result either.
         eps: the optimizer's eps, if it is 0 in the type of the parameters (`Run.lost_eps`); else None.
-        caught: for "stopped", the line of the log that names an error (`Run.caught`).
+        caught: unless it is "diverged", the line of the log that names an error (`Run.caught`).
         seeds: the seeds of these runs.
     """
 
@@ -77,6 +77,10 @@ class Finding:
             "around 0": the baseline's loss changes its sign and does not fall, as a policy gradient's.
             "constant": the baseline's figure is the same at every step.
             "FP64": the script's weights are FP64, and every loss is the baseline's: the level casts FP32 alone.
+            "start": a run began with other weights than the baseline's of its seed.
+            "frozen": the baseline's steps change no weight.
+            "left out": forwards led to no step, for a reason that is not known.
+            "outlier": one run of the baseline has collapsed, and the level's run of that seed has not.
             "length": a run made fewer steps than O0's of its seed, for a reason that is not known.
             "scale": the skipped steps of the search for a loss scale explain the gap.
             "rounded": the forward rounds the loss by as much as the gap.
@@ -123,6 +127,11 @@ class Finding:
         if self.kind != "undecided" or gap is None or gap.low is not None:
             return False
         return gap.sign * gap.mean <= gap.margin or self.rounding is not None
+
+    @property
+    def lost(self) -> str:
+        """How the first run without a result ended (`Lost.kind`); "" without such a run."""
+        return self.diverged[0].kind if self.diverged else ""
 
     @property
     def usable(self) -> bool:

@@ -200,10 +200,10 @@ def to_change(comparison: Comparison) -> list[str]:
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:
-    """Return the level's `outcome`. For a rejected level, add why: "stopped", "diverged", "collapsed" or "worse"."""
-    what = "diverged" if level.finding.diverged else "collapsed" if level.finding.collapsed else "worse"
-    what = "stopped" if level.stopped else what
-    return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
+    """Return the level's `outcome`. For a rejected level, add why: `Finding.lost`, "collapsed" or "worse"."""
+    found = level.finding
+    what = found.lost if found.diverged else "collapsed" if found.collapsed else "worse"
+    return outcome(level, comparison) + (f": {what}" if found.rejected else "")
 
 
 # Standing of a level (recommendation.py) -> the style and the words of its row. For every other standing, `outcome`

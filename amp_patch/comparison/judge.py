@@ -12,7 +12,7 @@ from dataclasses import replace
 from amp_patch.comparison import measures, unjudged
 from amp_patch.comparison.finding import Collapse, Finding, Lost, Skips
 from amp_patch.comparison.gap import Gap, gap
-from amp_patch.comparison.level_result import LevelResult, has_no_spread, pairs_of, same_losses
+from amp_patch.comparison.level_result import LevelResult, has_no_spread, left_out, pairs_of, same_losses
 from amp_patch.comparison.measures import LOSS
 from amp_patch.comparison.unjudged import BY_LOGGED_ONCE, CURVE, Terms, gained
 from amp_patch.diagnose.recording.run import INTERRUPTED
@@ -70,10 +70,12 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
     if found.diverged or found.collapsed:
         return replace(found, kind="differs")
     pairs = [pair for pair in pairs_of(level, base) if pair[0].seed in seeds]
-    if why != unjudged.CONSTANT and ours == theirs and all(same_losses(*pair) for pair in pairs):
+    if why not in unjudged.UNTOLD and ours == theirs and all(same_losses(*pair) for pair in pairs):
         why, found = unjudged.FP64 * (base.own_weights == unjudged.FP64), replace(found, kind="within", to_the_bit=True)
     elif not why and 0 < min(run.steps for run in (*level.runs, *base.runs)) < unjudged.LEAST_STEPS:
         why = unjudged.SHORT
+    elif not why and _is_chance(level, base, metric, sign):
+        why = "outlier"
     elif not why and unjudged.is_too_good(level, base, metric, sign):
         why = "too good"
     if why or found.to_the_bit:
@@ -107,6 +109,21 @@ def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
     if by_range and found.p is not None and found.p < SIGNIFICANCE:
         return replace(found, kind="differs", better=better)
     return replace(found, kind="no worse" if better and found.p is not None else "undecided")
+
+
+def _is_chance(level: LevelResult, base: LevelResult, metric: str, sign: int) -> bool:
+    """Return whether the baseline's worst run has collapsed beside its others, and the level's of that seed has not.
+
+    False with fewer than two others, or if these learn nothing.
+    """
+    worst = max(base.finite, key=lambda seed: sign * base.finite[seed])
+    kept = [(run, figure) for run, figure in zip(base.runs, base.final, strict=True) if run.seed != worst]
+    others = replace(base, runs=[run for run, _ in kept], final=[figure for _, figure in kept])
+    if len(others.finite) < 2 or _collapsed(base, others, metric, sign) is None:
+        return False
+    ours = _collapsed(level, others, metric, sign)
+    learns = (gained(others, metric, sign) or 1.0) > 0
+    return learns and worst in level.finite and (ours is None or worst not in ours.seeds)
 
 
 def _collapsed(level: LevelResult, base: LevelResult, metric: str, sign: int) -> Collapse | None:
@@ -152,14 +169,16 @@ def _lost(level: LevelResult, base: LevelResult | None, metric: str) -> list[Los
         if math.isfinite(figure):
             continue
         step = next((step for step, loss in enumerate(run.loss) if not math.isfinite(loss)), None)
+        o0 = next((each for each in base.runs if each.seed == run.seed), run) if base is not None else run
         if run.seed in level.stopped:
-            kind, step = "stopped", run.steps
+            idle = left_out(run, o0)
+            kind, step = ("left out batches", idle) if idle else ("stopped", run.steps)
         elif step is None or metric != LOSS:
             kind, step = ("not finite" if metric != LOSS and metric in run.logged else "missing"), None
         else:
             kind = "diverged"
         as_base = base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite)
-        caught = run.caught if kind == "stopped" else ""
+        caught = "" if kind == "diverged" else run.caught
         reasons.setdefault((kind, step, as_base, run.lost_eps, caught), []).append(run.seed)
     return [Lost(*reason, seeds) for reason, seeds in reasons.items()]
 

@@ -17,6 +17,9 @@ from amp_patch.diagnose.recording.run import LOW_TYPES, Run
 from amp_patch.diagnose.wording import level_name, listed, type_name
 from amp_patch.policy import OPT_LEVELS
 
+# A run has left out batches if this share of its forwards, and more than two, led to no step, beyond those of O0.
+LEFT_OUT = 0.05
+
 
 @dataclass(frozen=True)
 class LevelResult:
@@ -27,7 +30,7 @@ class LevelResult:
         runs: the successful runs, sorted by seed.
         failed: the failed runs.
         final: the result of each of `runs`; NaN if the run diverged, stopped or has none.
-        stopped: the seeds of `runs` that an error has stopped before O0's number of steps (`stopped_runs`).
+        stopped: the seeds of `runs` in which an error has prevented steps (`stopped_runs`).
         step_ms: milliseconds per step: the median over the runs of each run's median.
         speedup: the baseline's step time over the level's. With one seed, its range is from quartiles of step times.
         activations: bytes that a step saves for its backward: the median over the runs that know them.
@@ -183,11 +186,19 @@ def pairs_of(level: LevelResult, base: LevelResult) -> list[tuple[Run, Run]]:
     return [(of_seed[run.seed], run) for run in level.runs if run.seed in of_seed]
 
 
-def stopped_runs(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs that an error has stopped before they made as many steps as O0's run of their seed.
+def left_out(run: Run, o0: Run) -> int:
+    """Return how many forwards of `run` led to no step, beyond those of O0's run; 0 if they are few, or not known."""
+    idle = round(run.forwards - run.steps * o0.forwards / o0.steps) if o0.steps and o0.forwards else 0
+    return idle if idle > max(2, LEFT_OUT * run.forwards) else 0
 
-    The script has caught the error. It shows in the log, or as a forward without a step; or all seeds stop, where O0's
-    all make the same number of steps. Otherwise the training may end by itself, by early stopping.
+
+def stopped_runs(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs in which an error has prevented steps that O0's run of their seed made.
+
+    The script has caught the error. If it trains on, the run has left out batches (`left_out`): it has fewer steps than
+    O0's, or the log names an error. If it ends, the error shows in the log, or as a forward without a step; or all
+    seeds stop, where O0's all make the same number of steps. Otherwise the training may end by itself, by early
+    stopping.
     """
     of_level: dict[str, list[Run]] = {}
     for run in filter(went_well, runs):
@@ -197,9 +208,12 @@ def stopped_runs(runs: Iterable[Run]) -> list[Run]:
     found = []
     for same in of_level.values():
         paired = [run for run in same if run.seed in whole and run.loss and math.isfinite(run.loss[-1])]
-        early = [run for run in paired if run.steps < whole[run.seed].steps]
-        each = fixed and len(early) == len(paired)
-        found += [r for r in early if each or r.caught or (r.unfinished and not whole[r.seed].unfinished)]
+        each = fixed and all(run.steps < whole[run.seed].steps for run in paired)
+        for run in paired:
+            o0 = whole[run.seed]
+            fewer, idle = run.steps < o0.steps, left_out(run, o0)
+            ended = each or idle or run.caught or (run.unfinished and not o0.unfinished)
+            found += [run] if (fewer and ended) or (idle and run.caught) else []
     return found
 
 

@@ -145,7 +145,7 @@ def _result(level: LevelResult) -> str:
     if not level.final:
         return ""
     if len(level.finite) < len(level.final):
-        return "stopped" if level.stopped else "diverged"
+        return "stopped" if level.stopped else level.finding.lost
     return wording.digits(level.mean or 0.0, 4)
 
 

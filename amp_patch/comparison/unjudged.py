@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from amp_patch.comparison import measures
 from amp_patch.comparison.gap import Gap
-from amp_patch.comparison.level_result import LevelResult, has_no_spread, pairs_of
+from amp_patch.comparison.level_result import LevelResult, has_no_spread, left_out, pairs_of
 from amp_patch.comparison.measures import LOSS
 from amp_patch.diagnose.recording.run import LOW_TYPES, Run
 from amp_patch.diagnose.wording import counted, two
@@ -22,16 +22,19 @@ BY_LOGGED_ONCE = 0.1
 TOO_GOOD_RANGES, TOO_GOOD_SHARE, ONE_SEED_SHARE = 3, 0.1, 0.5
 CURVE = 10  # with fewer losses than this a run has no curve: its range and its direction are not known
 _RISES = 3  # a loss rises if its result is above the first by more than this many deviations of its second half
+_QUARTILES = 1.35  # deviations between the quartiles of a normal distribution
 _CONSTANT = 1e-6  # a figure that varies by at most this share of itself is constant: the rest is rounding in FP32
+_ROUNDING = 0.05  # first weights that lie further apart than this share of them are not only rounded
 _FIRST = 3  # steps in which the weights of two levels are nearly the same
 _STEPS_OF_TYPE = 4  # losses that lie further apart in these steps than so many steps of the type are not only rounded
 _LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "nll", "mse", "mae", "fid")  # parts of metrics' names
 
 LEAST_STEPS, FEW_STEPS = 10, 30  # fewer steps than the first decide nothing; fewer than the second, little
-FP64, CONSTANT, SHORT = "FP64", "constant", "few steps"
+FP64, CONSTANT, SHORT, START, FROZEN = "FP64", "constant", "few steps", "start", "frozen"
+UNTOLD = (CONSTANT, START, FROZEN)  # reasons for which also equal losses tell nothing
 # Reasons for which the baseline's results tell nothing of a collapse, and reasons that lie in the level, not in them.
-NO_BOUND = ("sum", "both ways", "rises", "direction", CONSTANT)
-OF_LEVEL = ("length", "rounded", "too good")
+NO_BOUND = ("sum", "both ways", "rises", "direction", *UNTOLD)
+OF_LEVEL = ("left out", "length", "rounded", "too good")
 _BY_METRIC = "give a figure of quality to amp.log, and judge by --metric"
 # `Finding.unjudged` -> why results are not judged.
 _WHY = {
@@ -43,20 +46,28 @@ _WHY = {
     CONSTANT: "the baseline's is the same at every step: it measures nothing",
     FP64: "the script's weights are FP64, which this level leaves as they are: every loss is O0's",
     SHORT: f"it has fewer than {LEAST_STEPS} steps",
-    "length": "it made {steps} of O0's {of}: by early stopping, or after an error that the script catches",
+    START: "with the same seed it began with other weights than the baseline",
+    FROZEN: "the baseline's steps change no weight: nothing was trained",
+    "left out": "{idle} forwards more than O0's led to no step, as if batches were left out",
+    "outlier": "the baseline itself collapsed with one seed, and the level did not: chance decides that",
+    "length": "it made {steps} of O0's {of}: by early stopping, a limit of time, or an error that the script catches",
     "scale": "{skipped} of {of} were the search for a loss scale: O0 was as far that many steps before its end",
     "rounded": "from the same weights and batches, first losses lie up to {apart} % apart: its forward rounds the loss",
     "too good": "it is better by more than a rounding explains",
 }
 # `Finding.unjudged` -> the way out, if it is not a metric.
 _WAY_OUT = {
-    "rises": f"add --maximize if the training maximizes it; if not, {_BY_METRIC}",
+    "rises": "add --maximize if the training maximizes it; if not, {metric}",
     "direction": "add --maximize, or leave it out",
     FP64: "make the model and its inputs FP32, and compare again",
     SHORT: f"train for at least {FEW_STEPS} steps",
-    "length": f"look into its log; if the training ends by itself, {_BY_METRIC}",
+    START: "turn off what goes on from a checkpoint of another run, or takes its seed from the time",
+    FROZEN: "look at the learning rate, and at the gradients",
+    "left out": "look into its log",
+    "outlier": "make the training steady first, by a warm-up or a smaller learning rate",
+    "length": "look into its log; if the training ends by itself, {metric}",
     "scale": "train for more steps",
-    "rounded": f"compute the loss from FP32 numbers, or {_BY_METRIC}",
+    "rounded": "compute the loss from FP32 numbers, or {metric}",
     "too good": "look whether all runs train on the same batches, and none goes on from another's checkpoint",
 }
 
@@ -80,15 +91,24 @@ def in_words(why: str, level: LevelResult, base: LevelResult) -> tuple[str, str]
     pairs = pairs_of(level, base)
     steps, of = min(((run.steps, other.steps) for other, run in pairs), default=(0, 0))
     skipped, apart = max(level.skips, default=0), two(100 * first_losses_apart(pairs))
-    said = _WHY[why].format(steps=steps, of=counted(of, "step"), skipped=skipped, apart=apart)
-    return said, _WAY_OUT.get(why, _BY_METRIC)
+    idle = max((left_out(run, other) for other, run in pairs), default=0)
+    said = _WHY[why].format(steps=steps, of=counted(of, "step"), skipped=skipped, apart=apart, idle=idle)
+    logged = [*dict.fromkeys(name for run in base.runs for name in run.logged)]
+    by_metric = f"judge by a figure that the script logs: --metric {' or '.join(logged)}" if logged else _BY_METRIC
+    return said, _WAY_OUT.get(why, "{metric}").format(metric=by_metric)
 
 
 def by_figures(level: LevelResult, base: LevelResult, terms: Terms) -> str:
     """Return why the figures of the level and the baseline measure no quality, whatever their gap; "" if they may."""
-    every, metric = [*level.runs, *base.runs], terms.metric
+    every, metric, pairs = [*level.runs, *base.runs], terms.metric, pairs_of(level, base)
     if _is_constant(base, metric) and (metric == LOSS or {*level.finite.values()} == {*base.finite.values()}):
         return CONSTANT
+    if any(_begins_elsewhere(run, other) for other, run in pairs):
+        return START
+    if _is_frozen(base):
+        return FROZEN
+    if any(left_out(run, other) for other, run in pairs):
+        return "left out"
     if metric == LOSS and any(run.objectives > 1 for run in every):
         return "sum"
     if metric == LOSS and any(run.maximized == "some" for run in every):
@@ -97,7 +117,7 @@ def by_figures(level: LevelResult, base: LevelResult, terms: Terms) -> str:
         return "rises" if metric == LOSS and terms.sign == 1 else "direction"
     if metric == LOSS and _around_0(base):
         return "around 0"
-    shorter = any(run.steps < other.steps for other, run in pairs_of(level, base))
+    shorter = any(run.steps < other.steps for other, run in pairs)
     return "length" if metric == LOSS and shorter and len({run.steps for run in base.runs}) == 1 else ""
 
 
@@ -174,6 +194,18 @@ def _is_constant(base: LevelResult, metric: str) -> bool:
     return True
 
 
+def _begins_elsewhere(run: Run, other: Run) -> bool:
+    """Return whether the first weights of two runs are further apart than rounding explains."""
+    known = len(run.start) == len(other.start) and all(map(math.isfinite, run.start))
+    return known and math.dist(run.start, other.start) > _ROUNDING * math.hypot(*other.start)
+
+
+def _is_frozen(base: LevelResult) -> bool:
+    """Return whether the steps of the baseline's runs were measured, and none of them changed a weight."""
+    counts = [count for run in base.runs for each in run.updates for count in each.counts.values()]
+    return bool(counts) and not any(changed for changed, _ in counts)
+
+
 def _worsened(base: LevelResult, metric: str, sign: int) -> bool:
     """Return whether the baseline's training made the metric worse, in all seeds by more than chance explains.
 
@@ -194,7 +226,8 @@ def _rises(losses: list[float]) -> bool:
     half, end = losses[len(losses) // 2 :], losses[-max(1, len(losses) // 10) :]
     if len(losses) < CURVE or not all(map(math.isfinite, losses)):
         return False
-    return statistics.mean(end) - losses[0] > _RISES * statistics.pstdev(half)
+    low, _, high = statistics.quantiles(half, n=4, method="inclusive")  # a loss that explodes has no deviation
+    return statistics.median(end) - losses[0] > _RISES * (high - low) / _QUARTILES
 
 
 def _around_0(base: LevelResult) -> bool:

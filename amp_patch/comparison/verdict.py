@@ -214,15 +214,20 @@ def _collapsed_seeds(collapsed: Collapse, what: str) -> str:
 
 
 def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:
+    if lost.kind == "left out batches":
+        named = base.name if base is not None else "the baseline"
+        said = f": {lost.caught}" if lost.caught else ", as after an error, or a loss that is not finite"
+        return f"{lost.step} forwards more than {named}'s led to no step with {seeds_in_words(lost.seeds)}{said}"
     if lost.kind == "stopped":
         of = max((run.steps for run in base.runs if run.seed in lost.seeds), default=0) if base is not None else 0
-        said = f": {lost.caught}" if lost.caught else ", after an error that the script catches"
+        said = f": {lost.caught}" if lost.caught else ", by itself or after an error that the script catches"
         return f"made {lost.step} of {counted(of, 'step')} with {seeds_in_words(lost.seeds)}{said}"
     what = {"diverged": "diverged", "not finite": f"{metric} was not finite", "missing": f"gave no {metric}"}[lost.kind]
     at = "" if lost.step is None else f" at step {lost.step}"
     as_base = f", as {base.name} did" if base is not None and lost.as_base else ""
     eps = "" if lost.eps is None else f": its optimizer's eps {lost.eps:g} is 0 in FP16; take eps=1e-4 or more, or O2"
-    return f"{what} with {seeds_in_words(lost.seeds)}{at}{as_base}{eps}"
+    said = f": {lost.caught}" if lost.caught else ""
+    return f"{what} with {seeds_in_words(lost.seeds)}{at}{as_base}{eps}{said}"
 
 
 def _skips(found: Finding) -> str:

@@ -76,8 +76,8 @@ def _search(comparison: Comparison) -> tuple[str, str]:
     if found is None or found.level is not base or not comparison.again:
         return "", ""
     worse = [level for level in found.because.get("differs", []) if level.level != NATIVE]
-    # If the optimizer's eps is 0 in FP16, no kept module helps.
-    worse = [level for level in worse if all(lost.eps is None for lost in level.finding.diverged)]
+    # If the optimizer's eps is 0 in FP16, or the script catches errors, no kept module helps.
+    worse = [each for each in worse if not each.stopped and all(lost.eps is None for lost in each.finding.diverged)]
     if not worse:
         return "", ""
     level, words = worse[-1].level, shlex.split(comparison.again)

@@ -53,6 +53,46 @@ except RuntimeError as error:
     print("ended at", step, error)
 print("saved")
 """
+REFILLS = """
+low, done, tried = os.environ["AMP_PATCH_OPT_LEVEL"] == "O4", 0, 0
+while done < 30:
+    tried += 1
+    x = torch.randn(32, 8)
+    try:
+        outputs = net(x)
+        if low and tried % 3 == 0:
+            raise RuntimeError("m1 and m2 must have the same dtype")
+        optimizer.zero_grad()
+        (outputs - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        done += 1
+    except RuntimeError as error:
+        print("skipped:", error)
+"""
+UNSCORED = """
+from amp_patch import amp
+for step in range(30):
+    x = torch.randn(32, 8)
+    optimizer.zero_grad()
+    (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+try:
+    if os.environ["AMP_PATCH_OPT_LEVEL"] == "O4":
+        raise RuntimeError("expected scalar type Float")
+    amp.log(r2=0.9)
+except RuntimeError as error:
+    print("no score:", error)
+"""
+BY_TIME = """
+torch.manual_seed(time.time_ns() % 2**31)
+for parameter in net.parameters():
+    nn.init.normal_(parameter)
+for step in range(30):
+    x = torch.randn(32, 8)
+    optimizer.zero_grad()
+    (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+"""
 GAN = """
 from amp_patch import amp
 other = nn.Linear(8, 1)
@@ -69,11 +109,15 @@ amp.log(distance=net(torch.ones(4, 8)).mean().item())
 @pytest.mark.program
 @pytest.mark.parametrize(("script", "words"), [
     ("import os" + START + STOPS, "O4 BF16 made 25 of 40 steps with seed 0: ended at 25 expected m1 and m2"),
+    ("import os" + START + REFILLS, "forwards more than O0's led to no step with seed 0: skipped: m1 and m2 must"),
+    ("import os" + START + UNSCORED, "O4 BF16 gave no r2 with seed 0: no score: expected scalar type Float"),
+    ("import time" + START + BY_TIME, "with the same seed it began with other weights than the baseline"),
     (START + GAN, "a sum of the losses of several optimizers"),
 ])  # fmt: skip
 def test_a_script_is_judged_by_what_it_did(script, words, tmp_path):
     (tmp_path / "train.py").write_text(script)
-    ran = python("-m", "amp_patch", "compare", "--levels", "O4", "--seeds", "1", "train.py", cwd=tmp_path)
+    metric = ["--metric=r2", "--maximize"] if "r2" in script else []
+    ran = python("-m", "amp_patch", "compare", "--levels", "O4", "--seeds", "1", *metric, "train.py", cwd=tmp_path)
     assert ran.returncode == 0 and words in " ".join(ran.stdout.split()), ran.stdout + ran.stderr
     ran = python("-m", "amp_patch", "report", "amp_compare", cwd=tmp_path)
     assert words in " ".join(ran.stdout.split()), "the record keeps what the log showed"

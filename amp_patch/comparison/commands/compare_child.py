@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from amp_patch.comparison.commands.compare_folder import add_events, keep_outcome, record_of
+from amp_patch.comparison.level_result import left_out
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import interrupted
 from amp_patch.comparison.plan import Plan, name_as_asked
@@ -28,8 +29,10 @@ from amp_patch.support.guard import Guard
 _END = 8.0  # seconds to wait until the guard process has ended a run; it needs less
 _POLL = 0.2  # seconds between two reads of a record
 _NUMBER = re.compile(r"[-+\d.]+")
-_WORDS = "error|exception|expected|fail|cannot|can't|must|mismatch|unsupported|not (implemented|supported)"
-_NAMES_ERROR, _NOTE = re.compile(_WORDS, re.IGNORECASE), re.compile("^amp_patch: |Warning")
+# Names of exceptions; and words of errors, which a script that stops early may use too ("validation error").
+_RAISED = re.compile(r"[A-Za-z](Error|Exception)\b|^Traceback|\b(nan|inf)\b", re.IGNORECASE)
+_WORDS = "error|exception|expected|fail|cannot|can't|must|mismatch|unsupported|not (implemented|supported|finite)"
+_NAMES_ERROR, _NOTE = re.compile(f"{_RAISED.pattern}|{_WORDS}", re.IGNORECASE), re.compile("^amp_patch: |Warning")
 _GRACE = 10.0  # seconds after the last step until a run is killed: a script may catch SystemExit and train on
 
 
@@ -200,13 +203,20 @@ class Child:
 def note_caught(run: Run, o0: Run) -> None:
     """Set `run.caught` to the last line of its log that names an error and is not in the log of `o0`, if there is one.
 
-    If the run made no step, that line becomes its error: O0 shows that the script trains.
+    This is for runs that lack steps, batches or a metric of O0's. A run that ends after a whole step may have stopped
+    by itself: the line must name an exception. If the run made no step, the line becomes its error: O0 shows that the
+    script trains.
     """
+    lacks = run.steps < o0.steps or left_out(run, o0) or {*o0.logged} - {*run.logged}
+    if not lacks or (run.level == o0.level and run.steps):
+        return
     known = {_NUMBER.sub("", line) for line in _lines(Path(o0.log))}
+    by_itself = 0 < run.steps < o0.steps and not (run.unfinished or left_out(run, o0))
+    names = _RAISED if by_itself else _NAMES_ERROR
     own = (line for line in reversed(_lines(Path(run.log))) if _NUMBER.sub("", line) not in known)
-    run.caught = next((line[:300] for line in own if _NAMES_ERROR.search(line) and not _NOTE.search(line)), "")
+    run.caught = next((line[:300] for line in own if names.search(line) and not _NOTE.search(line)), "")
     if run.error is not None:
-        why = run.caught or "its log names no error"
+        why = run.caught or "its log names no error; perhaps it goes on from a checkpoint that the first run wrote"
         run.error, run.refused = f"it made no step, where O0 made {o0.steps}: {why}", False
 
 

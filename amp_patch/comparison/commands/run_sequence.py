@@ -145,9 +145,9 @@ class RunSequence:
             self._child = Child(self._plan, self._args, run, self.load)
             self._child.train(self._look)
             child, self._child = self._child, None
-            o0 = next((each for each in self.runs if (each.level, each.seed) == (BASELINE, seed)), run)
-            if run.steps < o0.steps and (run.error is None or run.error_kind == UNTRAINED):
-                note_caught(run, o0)
+            known = [each for each in self.runs if each.level == BASELINE and each.steps and each.seed in (0, seed)]
+            if known and (run.error is None or run.error_kind == UNTRAINED):
+                note_caught(run, known[-1])
             child.keep_outcome()
             self._end(run)
 

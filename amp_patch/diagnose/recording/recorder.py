@@ -134,6 +134,7 @@ class Recorder(observers.Observer):
         enabled: whether a training was seen. With `enabled=False`, `initialize` makes none.
         losses: how many losses were seen, of `scale_loss` and of GradScalers.
         steps: how many steps were recorded.
+        forwards: how often a model was called with gradients.
         evaluated: whether a model was called without gradients, as by an evaluation.
     """
 
@@ -149,7 +150,7 @@ class Recorder(observers.Observer):
     ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
             raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
-        self.losses = self.steps = 0
+        self.losses = self.steps = self.forwards = 0
         self.enabled = self.evaluated = False
         self.process = os.getpid()
         self._outbox = Outbox(list[Sink](sinks))
@@ -198,7 +199,7 @@ class Recorder(observers.Observer):
         self._looks.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
-        sizes = {**self._sizes.bytes, "unfinished": self.is_in_a_step}
+        sizes = {**self._sizes.bytes, "unfinished": self.is_in_a_step, "forwards": self.forwards}
         self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
 
     def close(self, *events: Event) -> None:
@@ -248,12 +249,15 @@ class Recorder(observers.Observer):
                     "maximized": self._sizes.maximized(),
                     "device": self._device,
                     "lost_eps": self._sizes.lost_eps(),
+                    "start": self._sizes.first_weights(),
                 }
             )
         if self._tells_modules:
             with_products = training.policy.product_format is not None  # keep_high affects only modules with products
             names = module_names(alive(training.models), with_products=with_products)
             self._outbox.put({"event": "modules", "names": names})
+        if len(self._adopted) > 1:
+            self._outbox.put({"event": "begin", "maximized": self._sizes.maximized()})
         if len(self._adopted) > 1 and training.policy != begun:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
@@ -266,6 +270,7 @@ class Recorder(observers.Observer):
         if not torch.is_grad_enabled() or not self.is_recording():
             self.evaluated = True
             return
+        self.forwards += 1
         if self._clock.forward_begins(model):
             self._looks.forward_begins(args, kwargs)
             # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.

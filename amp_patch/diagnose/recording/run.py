@@ -97,7 +97,10 @@ class Run:
         refused: whether the error is that the unedited script cannot be trained at another level.
         native: whether the script uses torch's own mixed precision (torch.autocast, GradScaler).
         unfinished: whether the recording ended between a forward of the training and the step that was to follow.
-        caught: the line of the log that names an error, if the run made fewer steps than O0's of its seed; else "".
+        forwards: how often a model was called with gradients; 0 if unknown.
+        caught: the line of the log that names an error, if the run made fewer steps than O0's of its seed, or left out
+            batches; else "".
+        start: some weights at the beginning of the training; empty if they were not read.
         replaced: the names and lines of these autocasts and GradScalers, in words.
         edited: whether the script chooses its level by amp_patch or Apex.
         notes: remarks for the reader of a run without an error, one line each.
@@ -143,7 +146,9 @@ class Run:
     refused: bool = False
     native: bool = False
     unfinished: bool = False
+    forwards: int = 0
     caught: str = ""
+    start: list[float] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     edited: bool = False
     notes: list[str] = field(default_factory=list)

@@ -16,6 +16,8 @@ from amp_patch.training import observers
 from amp_patch.training.optimizer import lost_eps
 from amp_patch.training.training import Training
 
+_PARAMS = 16  # parameters that `first_weights` reads
+
 
 class Sizes:
     """Bytes of weights, masters, gradients and the optimizers' state, at their last measurement.
@@ -55,6 +57,15 @@ class Sizes:
         """Return `Run.maximized`: which groups of the optimizers have `maximize=True`."""
         found = {bool(group.get("maximize")) for group in self._groups()}
         return "" if True not in found else "some" if False in found else "all"
+
+    @eager_only
+    def first_weights(self) -> list[float]:
+        """Return up to four elements of each of the models' first parameters; an empty list if these are shards."""
+        models = [model for training in self._trainings for model in alive(training.models)]
+        params = [param for model in models for param in model.parameters()][:_PARAMS]
+        if any(distributed.local(p) is not p or p.is_meta or not p.is_floating_point() for p in params):
+            return []
+        return [x for p in params for x in p.detach().flatten()[:: max(1, p.numel() // 4)][:4].float().tolist()]
 
     def device(self) -> torch.device:
         """Return the device of the first parameter; the CPU if there is none."""
