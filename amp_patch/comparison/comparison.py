@@ -299,7 +299,7 @@ class Comparison:
                 known += f", within the {self.asked_steps} steps asked for"
             return f"no run gave {self.metric}; {known}."
         if self._base is None:
-            found = "diverged" if self.metric == LOSS else f"gave a {self.metric} that is not finite"
+            found = "diverged" if self.metric == LOSS else f"gave no finite {self.metric}"
             return f"all runs of {listed([level.name for level in well])} {found}."
         return "it is the only level with results."
 

@@ -39,6 +39,7 @@ from amp_patch.comparison.seeds import seeded
 from amp_patch.diagnose.recording.recorder import Enough, Recorder, log
 from amp_patch.diagnose.recording.run import INTERRUPTED, Failure, Run
 from amp_patch.diagnose.survey.first_step import FirstStep, FirstStepOver
+from amp_patch.diagnose.wording import listed
 from amp_patch.frontend import initialize, restored
 from amp_patch.run.machine import machine
 from amp_patch.support.patches import Patches
@@ -108,7 +109,8 @@ def compare(
         min_gain: recommend a level for its memory only if it saves more than this, in per cent of the training's.
         margin: a level counts as good if it is worse by at most this at the same seeds, in per cent of O0's result.
         evaluate: called with the trained model, in eval mode, under no_grad. It returns a number, which is logged as
-            "evaluation", or a dict of numbers, which are logged by their names. Only for models that are trained here.
+            "evaluation", or a dict of numbers, which are logged by their names; `metric` names the one that decides, if
+            there are several. Only for models that are trained here.
         verbosity: if 0, no line is printed at the end of a run.
 
     Raises:
@@ -120,7 +122,7 @@ def compare(
     asked = levels_for(goal, named, False) if levels is None else tuple(levels)
     plan = Plan(asked, seeds, steps, named, metric or "loss", maximize, inspect, min_gain, margin, goal=goal)
     load = OtherWork()
-    runs = _train_all(_Job(build_fn, plan, evaluate, levels is None), verbosity, load)
+    runs = _train_all(_Job(build_fn, plan, evaluate, levels is None, metric is None), verbosity, load)
     compared = replace(_compared(build_fn, plan, metric, runs), machine=machine(load.words()))
     if compared.unexplained and not any(run.error_kind == INTERRUPTED for run in runs):
         compared = replace(compared, survey=_surveyed(_Job(build_fn, plan), known_as(compared.unexplained)))
@@ -165,7 +167,8 @@ def assert_level(
     named = str(dtype).removeprefix("torch.") if dtype is not None else None
     plan = Plan((level,), seeds, steps, named, metric or "loss", maximize, margin=margin)
     known = functools.partial(_compared, build_fn, plan, metric)
-    compared = known(_train_all(_Job(build_fn, plan, evaluate), 0, OtherWork(), lambda runs: _decided(known(runs))))
+    job = _Job(build_fn, plan, evaluate, by_evaluation=metric is None)
+    compared = known(_train_all(job, 0, OtherWork(), lambda runs: _decided(known(runs))))
     tested = compared.levels[-1]
     found = tested.finding
     if len(compared.levels) < 2 or compared.baseline is None or compared.baseline.level != BASELINE:
@@ -211,12 +214,13 @@ def _compared(build_fn: Callable[[], Any], plan: Plan, metric: str | None, runs:
 
 
 class _Job(NamedTuple):
-    """The arguments of `compare` that say what to train, and whether a BF16 model adds rungs to the plan."""
+    """The arguments of `compare`: what to train, whether a BF16 model adds rungs, and whether `evaluate` decides."""
 
     build_fn: Callable[[], Any]
     plan: Plan
     evaluate: Callable[[nn.Module], Any] | None = None
     adds: bool = False
+    by_evaluation: bool = False
 
     def train(self, run: Run, known: list[weakref.ref[nn.Module]], around: AbstractContextManager[Any]) -> None:
         """Train once at the level and seed of `run`, inside of `around`; `known` gets the model.
@@ -235,7 +239,7 @@ class _Job(NamedTuple):
                 run.edited = built is None
                 if built is not None:
                     model, optimizer, loss_fn, batches = _checked(built, known)
-                    _train(model, optimizer, loss_fn, batches, self.plan.steps, self.evaluate)
+                    _train(model, optimizer, loss_fn, batches, self)
                 elif self.evaluate is not None:
                     words = "evaluate has no model: build_fn trained it by itself; give its figure to amp.log there"
                     raise _Misuse(ValueError(f"compare: {words}"))
@@ -340,9 +344,9 @@ def _train(
     optimizer: Any,
     loss_fn: Callable[..., Tensor],
     batches: Iterable[Any],
-    steps: int | None,
-    evaluate: Callable[[nn.Module], Any] | None,
+    job: _Job,
 ) -> None:
+    steps, evaluate = job.plan.steps, job.evaluate
     model, optimizer = initialize(model, optimizer)  # the level comes from the environment variables
     loss_fn = install.in_force(loss_fn)  # `build_fn` returned torch's function before O1 installed its casts
     with suppress(Enough):
@@ -369,6 +373,11 @@ def _train(
     if LOSS in figures:
         words = "a figure named 'loss', which is the training loss; name it otherwise, as held_out_loss"
         raise _Misuse(ValueError(f"compare: evaluate returned {words}"))
+    if job.by_evaluation and len(figures) > 1:
+        words = f"{listed([*figures])}; name the one that decides, as metric={next(iter(figures))!r}"
+        raise _Misuse(ValueError(f"compare: evaluate returned {words}"))
+    if job.by_evaluation:
+        figures = {**figures, _EVALUATION: next(iter(figures.values()))}
     try:
         for name, value in figures.items():
             is_numpys = hasattr(value, "__array__") and not isinstance(value, Tensor)

@@ -250,6 +250,20 @@ def test_an_evaluation_that_fails_at_the_level_alone_fails_the_level():
         amp.assert_level(regression_net(), "O5", steps=3, seeds=2, evaluate=evaluate)
 
 
+def test_an_evaluation_in_a_dict_decides_and_of_several_figures_one_must_be_named():
+    made = amp.assert_level(regression_net(), "O5", steps=12, seeds=2, margin=50, evaluate=lambda _: {"accuracy": 0.5})
+    assert made.metric == "evaluation" and made.runs[0].logged["accuracy"] == made.runs[0].logged["evaluation"]
+    with pytest.raises(AssertionError, match="gave no finite evaluation"):
+        amp.assert_level(regression_net(), "O5", steps=12, seeds=2, evaluate=lambda _: {"accuracy": float("nan")})
+    several = {"accuracy": 0.5, "f1": 0.4}
+    with pytest.raises(ValueError, match=r"evaluate returned accuracy and f1; name the one .* metric='accuracy'"):
+        amp.assert_level(regression_net(), "O5", steps=12, evaluate=lambda _: several)
+    made = amp.assert_level(
+        regression_net(), "O5", steps=12, seeds=2, margin=50, metric="f1", maximize=True, evaluate=lambda _: several
+    )
+    assert made.metric == "f1"
+
+
 def test_figures_named_loss_and_evaluations_of_other_trainings_are_refused():
     with pytest.raises(ValueError, match="evaluate returned a figure named 'loss', which is the training loss"):
         amp.assert_level(regression_net(), "O5", steps=3, evaluate=lambda model: {"loss": 1.0})

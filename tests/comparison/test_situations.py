@@ -244,7 +244,7 @@ SITUATIONS = [
     ),
     Situation(
         "first weights that are rounded",
-        (seeds("O0", *BASE, start=[1.0, -0.5]), seeds("O5", *SAME, **BF16, **FAST, start=[1.004, -0.501])),
+        (seeds("O0", *BASE, start=[1.0, -0.5]), seeds("O5", *SAME, **BF16, **FAST, start=[1.003, -0.501])),
         ("within", "Use O5"),
         ("undecided", "So far O5"),
         "O5 BF16",
