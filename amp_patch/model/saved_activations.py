@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from amp_patch import multi_tensor
 from amp_patch.casts.upcast import AsItIs, other_hooks
 from amp_patch.model.joints import Call, Entry, ForwardGuest
-from amp_patch.multi_tensor.checks import BLOCK
+from amp_patch.multi_tensor.checks import BLOCK, KEPT
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import tree
 from amp_patch.support.blocks import saving_through
 
 LEAST = 4096  # elements of the smallest tensor that is stored as codes
@@ -31,6 +33,19 @@ _CODED = (torch.float32, *LOW_PRECISION)
 # A saved tensor with at most this share of the elements of a tensor that was saved just before is a statistic of
 # it: the mean of a norm, the logarithm of attention's sums. Backward takes its exponential, so it is not coded.
 _STATISTIC = 1 / 8
+# Backward takes the exponential of these nodes' results, or compares them with the operand that is saved just before.
+_EXACT = {
+    *("LogSoftmaxBackward0", "LogsumexpBackward0", "LogcumsumexpBackward0"),
+    *("AmaxBackward0", "AminBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"),
+}
+# Checkpoints save the inputs of a part, from which backward computes it again; a loss saves logits, and backward takes
+# their exponential.
+_EXACT_FILES = {"torch.utils.checkpoint", "amp_patch.casts.lean_loss"}
+_COMPARED = (
+    "forward: saved_activations='8bit' has stored the operand of an op such as amax or logsumexp as codes, and its "
+    "backward compares the operand with the result; run the op inside "
+    "torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)"
+)
 _COMPILED = (
     "forward: torch.compile has reached a model with saved_activations='8bit', whose saved tensors compiled code "
     "chooses; leave the rung act8 out, or the model uncompiled"
@@ -47,74 +62,110 @@ class _Coded(NamedTuple):
     stride: tuple[int, ...]
 
 
+_Packed = list[AsItIs | _Coded]  # one object; the tensor that is saved next may replace it
+
+
 class _Saves:
-    """The saved tensors of one call of `model`: each value is coded once, parameters and their casts are not.
+    """The saved tensors of one call of `model`: each value is coded once, parameters and their casts are not."""
 
-    A cast has the shape of its parameter, maybe transposed, and memory of its own. Activations of such a shape stay
-    uncoded too.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
         held = [t for t in (*model.parameters(), *model.buffers()) if type(t) in (Tensor, nn.Parameter)]
         self._memory = {t.untyped_storage().data_ptr() for t in held}
-        self._shapes = {tuple(sorted(t.shape)) for t in held if t.numel() >= LEAST}
-        self._latest: deque[int] = deque(maxlen=4)  # numbers of elements of the tensors that were saved last
-        self._made: dict[Any, tuple[StorageWeakRef, _Coded]] = {}
+        # Without a gradient, only the first input and its cast are coded: others are masks, statistics, frozen weights.
+        self._inputs = {t.shape for t in tree.tensors(inputs)[:1]}
+        self._latest: deque[int] = deque(maxlen=4)  # numbers of elements of the activations that were saved last
+        self._last: tuple[_Packed, weakref.ref[Tensor]] | None = None
+        self._made: dict[Any, tuple[StorageWeakRef, _Coded | None]] = {}  # None: the value is saved as it is
 
-    def pack(self, saved: Tensor) -> AsItIs | _Coded:
+    def pack(self, saved: Tensor) -> _Packed:
         """Return what autograd stores in place of `saved`; no sync with the device."""
-        largest = max(self._latest, default=0)
-        self._latest.append(saved.numel())
-        if not self._takes(saved, largest):
-            return AsItIs.of(saved)
+        is_exact = saved.grad_fn is not None and saved.grad_fn.name() in _EXACT
+        if is_exact and self._last is not None:
+            self._restore(*self._last)
+        coded = self._coded(saved, is_exact) if self._takes(saved) else None
+        packed: _Packed = [AsItIs.of(saved) if coded is None else coded]
+        self._last = packed, weakref.ref(saved)
+        return packed
+
+    # Without these marks torch 2.15 takes `pack` for the user's, and warns that selective checkpoints go past it.
+    vars(vars()["pack"]).update(_checkpoint_internal=True, _user_hooks=None)
+
+    def forget(self) -> None:
+        """Release all codes, which the graph owns from now on."""
+        self._last = None
+        self._made.clear()
+
+    def _takes(self, saved: Tensor) -> bool:
+        size = saved.numel()
+        if (
+            type(saved) is not Tensor
+            or saved.dtype not in _CODED
+            or size < LEAST
+            or saved.layout is not torch.strided
+            or saved.untyped_storage().data_ptr() in self._memory
+            or not (_is_computed(saved) if saved.requires_grad else saved.shape in self._inputs)
+        ):
+            return False
+        is_statistic = size <= max(self._latest, default=0) * _STATISTIC
+        self._latest.append(size)
+        return not is_statistic and not _is_saved_exactly()
+
+    def _coded(self, saved: Tensor, is_exact: bool) -> _Coded | None:
+        """Return the codes of `saved`, of which each value has one; None for one that is saved as it is."""
         x = saved.detach()
-        dense = torch.ops.aten.is_non_overlapping_and_dense(x)
+        dense = x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
         place = (x.numel(),) if dense else (x.shape, x.stride())
         storage = x.untyped_storage()
         key = storage.data_ptr(), x.storage_offset(), place, x.dtype, x._version
         found = self._made.get(key)
-        if found is None or found[0].expired():  # a later tensor may have the memory of a freed one
-            found = self._made[key] = (StorageWeakRef(storage), _encode(x if dense else x.contiguous()))
-        return found[1]._replace(size=x.shape, stride=x.stride()) if dense else found[1]
+        if found is None or found[0].expired() or is_exact:  # a later tensor may have the memory of a freed one
+            coded = None if is_exact else _encode(x if dense else x.contiguous())
+            self._made[key] = (StorageWeakRef(storage), coded)
+            return coded
+        coded = found[1]
+        return coded._replace(size=x.shape, stride=x.stride()) if dense and coded is not None else coded
 
-    def _takes(self, saved: Tensor, largest: int) -> bool:
-        size = saved.numel()
-        return (
-            type(saved) is Tensor
-            and saved.dtype in _CODED
-            and size >= LEAST
-            and saved.layout is torch.strided
-            and size > largest * _STATISTIC
-            and tuple(sorted(saved.shape)) not in self._shapes
-            and saved.untyped_storage().data_ptr() not in self._memory
-            and not _is_checkpoints()
-        )
+    def _restore(self, packed: _Packed, reference: weakref.ref[Tensor]) -> None:
+        """Store the tensor that was saved last as it is."""
+        tensor = reference()
+        if tensor is not None:
+            packed[0] = AsItIs.of(tensor)
+        elif isinstance(packed[0], _Coded):
+            raise RuntimeError(_COMPARED)
 
 
-def _is_checkpoints() -> bool:
-    """Tell whether torch's checkpoint saves the inputs of a part, from which backward computes it again."""
+def _is_computed(saved: Tensor) -> bool:
+    """Tell whether a tensor with a gradient is no function of one weight alone, such as a weight's cast."""
+    node = (saved if saved._base is None else saved._base).grad_fn
+    for _ in range(4):
+        if node is None or len(node.next_functions) != 1:
+            break
+        node = node.next_functions[0][0]
+    return not isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def _is_saved_exactly() -> bool:
     frame: Any = sys._getframe(3)  # the code whose call saves; `Function.apply` may be between
-    callers = frame, frame.f_back
-    return any(each is not None and each.f_globals.get("__name__") == "torch.utils.checkpoint" for each in callers)
+    outer = frame.f_back or frame
+    return frame.f_globals.get("__name__") in _EXACT_FILES or outer.f_globals.get("__name__") in _EXACT_FILES
 
 
 def _encode(x: Tensor) -> _Coded:
     """Return the codes of a dense tensor; a number other than zero does not become zero."""
     flat = x.as_strided((x.numel(),), (1,))
-    codes = torch.empty_like(flat, dtype=torch.int8)
-    scales = flat.new_empty(math.ceil(flat.numel() / BLOCK), dtype=torch.float32)
-    multi_tensor.multi_tensor_encode([flat.float()], [codes], [scales])
-    # +0 and -0 of numbers that are not zero become the smallest codes: ReLU's backward asks which outputs are positive.
-    codes.add_((codes << 1).eq_(0).mul_(flat != 0))
+    codes = torch.empty_like(flat, dtype=KEPT[0])
+    scales = torch.empty(math.ceil(flat.numel() / BLOCK), dtype=torch.float32, device=x.device)
+    multi_tensor.multi_tensor_encode([flat], [codes], [scales])
     return _Coded(codes, scales, x.dtype, x.shape, x.stride())
 
 
-def _unpack(saved: AsItIs | _Coded) -> Tensor:
+def _unpack(packed: _Packed) -> Tensor:
+    (saved,) = packed
     if isinstance(saved, AsItIs):
         return saved.unpack()
-    values = torch.empty_like(saved.codes, dtype=torch.float32)
+    values = torch.empty_like(saved.codes, dtype=saved.dtype)
     multi_tensor.multi_tensor_decode([saved.codes], [values], [saved.scales])
-    return values.to(saved.dtype).as_strided(saved.size, saved.stride)
+    return values.as_strided(saved.size, saved.stride)
 
 
 class CodedActivations(ForwardGuest):
@@ -131,7 +182,11 @@ class CodedActivations(ForwardGuest):
 
 
 def _saving(method: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return saving_through(_Saves(model).pack, _unpack, partial(method, model, *args, **kwargs))
+    saves = _Saves(model, (args, kwargs))
+    try:
+        return saving_through(saves.pack, _unpack, partial(method, model, *args, **kwargs))
+    finally:
+        saves.forget()  # the graph references these hooks; backward frees the codes node by node
 
 
 def choose(model: nn.Module, entry: Entry) -> CodedActivations | None:

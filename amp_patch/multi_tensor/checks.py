@@ -20,8 +20,9 @@ from amp_patch.support.words import of_class
 Tensors = Sequence[Tensor]
 Number = float | Tensor
 FP32, BF16, INT32, INT16 = (torch.float32,), (torch.bfloat16,), (torch.int32,), (torch.int16,)
-SIGNED, UNSIGNED = (torch.int8,), (torch.uint8,)  # types of codes (`steps.multi_tensor_encode`)
-CODES = (*SIGNED, *UNSIGNED)
+# Types of codes (`steps.multi_tensor_encode`).
+SIGNED, UNSIGNED, KEPT = (torch.int8,), (torch.uint8,), (torch.float8_e4m3fn,)
+CODES = (*SIGNED, *UNSIGNED, *KEPT)
 BLOCK = 256  # the number of elements whose codes share a scale
 LOW = (torch.float16, torch.bfloat16)
 DTYPES = (*FP32, *LOW, torch.float64)

@@ -1,4 +1,4 @@
-"""Optimizer state in eight bits (codes and scales), in plain torch. csrc/kernels/codes.h describes the format.
+"""Optimizer state and activations in eight bits: codes and scales. csrc/kernels/codes.h describes the format.
 
 Both give the same bits.
 """
@@ -8,28 +8,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_patch.multi_tensor.checks import BLOCK, CODES, SIGNED, Tensors
+from amp_patch.multi_tensor.checks import BLOCK, CODES, KEPT, SIGNED, UNSIGNED, Tensors
 
 _LEAST, _UNIFORM, _MOST, _NAN = 0x09000000, 0x10800000, 0x7E800000, 0x7FC00000  # bits of scales
+_INFINITE, _INFINITE_CODE = 0x7F800000, 0x7F
 _TOP_OF_SQUARES = 0x7800  # the bits of 2^15 in FP16
 _MAGNITUDE = 0x7FFFFFFF
 
 
 def encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
-    """`multi_tensor_encode`: quantizes FP32 `values` into `codes` and `scales`, in place."""
+    """`multi_tensor_encode`: quantizes `values` into `codes` and `scales`, in place."""
     for value, code, scale in zip(values, codes, scales, strict=True):
         if not value.numel():
             continue
-        is_signed = code.dtype in SIGNED
-        blocks = _blocks(_in_memory(value))
-        most = (blocks.view(torch.int32) & _MAGNITUDE).amax(1)
-        tiny = torch.where(most < _LEAST, 0 if is_signed else most.sign() * _LEAST, most)
+        is_signed = code.dtype not in UNSIGNED
+        blocks = _blocks(_in_memory(value).float())
+        sizes = blocks.view(torch.int32) & _MAGNITUDE
+        if code.dtype in KEPT:  # numbers that become infinite are the smallest of the block but 0
+            sizes = torch.where((sizes >= _MOST) & (sizes <= _INFINITE), 1, sizes)
+        most = sizes.amax(1)
+        tiny = torch.where(most < _LEAST, 0 if code.dtype in SIGNED else most.sign() * _LEAST, most)
         bits = torch.where(most < _MOST, tiny, _NAN)
         scale.copy_(bits.view(torch.float32))
         scaled = blocks * (_top(code.dtype) / bits.view(torch.float32)).unsqueeze(1)
         half = scaled.half().view(torch.int16).int()
         least = 0 if is_signed else torch.where(bits < _UNIFORM, _TOP_OF_SQUARES, 1 << 7).unsqueeze(1)
+        if code.dtype in KEPT:
+            least = sizes.sign() << 7
         made = ((half & 0x7FFF) + (scaled.view(torch.int32) & 0x7F)).clamp(min=least) >> 7
+        if code.dtype in KEPT:
+            made.clamp_(max=_INFINITE_CODE)
         if is_signed:
             made |= half >> 8 & 0x80
         made = torch.where(((bits > 0) & (bits < _MOST)).unsqueeze(1), made, 0).to(torch.uint8)
@@ -37,12 +45,14 @@ def encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
 
 
 def decode(codes: Tensors, values: Tensors, scales: Tensors) -> None:
-    """`multi_tensor_decode`: dequantizes `codes` and `scales` into FP32 `values`, in place."""
+    """`multi_tensor_decode`: dequantizes `codes` and `scales` into `values`, in place."""
     for code, value, scale in zip(codes, values, scales, strict=True):
         if code.numel():
-            half = _in_memory(code).short() << 7
-            if code.dtype in SIGNED:
+            half = _in_memory(code).view(torch.uint8 if code.dtype in UNSIGNED else torch.int8).short() << 7
+            if code.dtype not in UNSIGNED:
                 half &= ~0x4000  # `short` has extended the sign of the int8 into this bit
+            if code.dtype in KEPT:
+                half = torch.where((half & 0x3F80) == _INFINITE_CODE << 7, (half & -0x8000) | 0x7C00, half)
             numbers = _blocks(half.view(torch.float16).float()) * (scale / _top(code.dtype)).unsqueeze(1)
             _in_memory(value).copy_(numbers.reshape(-1)[: value.numel()])
 
@@ -68,7 +78,7 @@ def is_coded(tensor: Tensor) -> bool:
 
 def _top(dtype: torch.dtype) -> float:
     """Return the number to which a block's largest element is scaled before all elements are rounded to codes."""
-    return 1.0 if dtype in SIGNED else 2.0**15
+    return 2.0**15 if dtype in UNSIGNED else 1.0
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

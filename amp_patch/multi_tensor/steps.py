@@ -80,7 +80,7 @@ _JOIN = Contract("multi_tensor_join", (_WEIGHTS, _HALVES, replace(_MASTERS, writ
 _STOCHASTIC_ROUND = Contract(
     "multi_tensor_stochastic_round", (_MASTERS, replace(_WEIGHTS, written=True)), lead=1, dense=True, rounds=True
 )
-_VALUES, _CODES = TensorList("values", FP32), TensorList("codes", CODES)
+_VALUES, _CODES = TensorList("values", (*FP32, *LOW)), TensorList("codes", CODES)
 _OF_CODES = TensorList("scales", FP32, scales_of="codes")
 _ENCODE = Contract(
     "multi_tensor_encode",
@@ -193,10 +193,13 @@ def multi_tensor_stochastic_round(
 
 
 def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
-    """Quantize FP32 ``values`` to eight bits each, into ``codes`` and ``scales``, which are written in place.
+    """Quantize ``values`` to eight bits each, into ``codes`` and ``scales``, which are written in place.
+
+    The values are float32, float16 or bfloat16.
 
     int8 codes are for numbers of both signs, and have the format of `torch.float8_e4m3fn`. uint8 codes are for squares,
-    and have the format E5M3 without a sign; a negative number becomes its magnitude. A block of 256 elements,
+    and have the format E5M3 without a sign; a negative number becomes its magnitude. float8_e4m3fn codes are for
+    activations: as int8 codes, but only 0 is rounded to 0, so that signs and zeros are exact. A block of 256 elements,
     consecutive in memory, shares a float32 scale, the largest magnitude in the block. Elements of that magnitude are
     exact. Every other element is rounded to one of the two nearest codes, chosen by the element's own lowest bits, so
     that rounding has no bias.
@@ -204,7 +207,8 @@ def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> Non
     If a square were rounded to zero, Adam would divide its momentum by eps alone. So in a block of squares that is not
     all zero, elements below 2^-32 of the largest become 2^-32 of it. If the largest is below 2^-94, all elements become
     the largest, which is raised to 2^-109 if it is below. A signed block whose largest magnitude is below 2^-109
-    becomes zeros. A block with a NaN, an infinity or a magnitude of 2^126 or more becomes NaN.
+    becomes zeros. A block with a NaN, an infinity or a magnitude of 2^126 or more becomes NaN; of activations only one
+    with a NaN does, and magnitudes of 2^126 or more become infinite.
 
     ``scales`` has a tensor of shape [ceil(elements / 256)] for each tensor. The tensors of values and codes at one
     index have one shape and the same strides, as for `multi_tensor_adam`, whose errors this raises. Encoding the
@@ -214,7 +218,7 @@ def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> Non
 
 
 def multi_tensor_decode(codes: Tensors, values: Tensors, scales: Tensors) -> None:
-    """Dequantize the codes and scales of `multi_tensor_encode` into FP32 ``values``, in place."""
+    """Dequantize the codes and scales of `multi_tensor_encode` into ``values`` of any of its types, in place."""
     run(_DECODE, plain_codes.decode, (codes, values, scales), ())
 
 

@@ -14,6 +14,8 @@ namespace amp_patch {
 
 static_assert(kThreads % kBlock == 0, "the threads of a CUDA block have whole blocks of codes");
 
+constexpr c10::ScalarType kActivation = c10::ScalarType::Float8_e4m3fn;
+
 // A row with the scales of its states; null if a state is FP32.
 struct CodedBlocks : StepBlocks {
   float* scales[kPlaces - kState];
@@ -44,38 +46,41 @@ C10_HOST_DEVICE inline Pack<uint8_t, V>* code_pack(const CodedBlocks& row, int s
   return reinterpret_cast<Pack<uint8_t, V>*>(global(static_cast<uint8_t*>(row.data[kState + s]) + at * V));
 }
 
-// Reads pack `at` of state s, which is codes or FP32.
-template <int V>
+// Reads pack `at` of state s, which is codes or FP32. kKept: the codes may be those of activations, which no step has.
+template <bool kKept, int V>
 C10_HOST_DEVICE inline Pack<float, V> read_state(const CodedBlocks& row, int s, int64_t at) {
   const void* const data = row.data[kState + s];
   if (row.scales[s] == nullptr) return *global(static_cast<const Pack<float, V>*>(data) + at);
   const Pack<uint8_t, V> codes = *code_pack<V>(row, s, at);
-  const bool is_signed = row.dtype[kState + s] == c10::ScalarType::Char;
+  const bool is_signed = row.dtype[kState + s] != c10::ScalarType::Byte;
   const float scale = *global(row.scales[s] + at * V / kBlock);
-  const float unit = times(scale, is_signed ? 1 / kTop<true> : 1 / kTop<false>);  // powers of two: as a division
+  constexpr float kOfSigned = 1 / kTop<Codes::kSigned>, kOfSquares = 1 / kTop<Codes::kUnsigned>;
+  const float unit = times(scale, is_signed ? kOfSigned : kOfSquares);  // powers of two: as a division
   Pack<float, V> values;
   AMP_PATCH_UNROLL
   for (int v = 0; v < V; ++v) {
-    values.element[v] = is_signed ? number_of<true>(codes.element[v], unit) : number_of<false>(codes.element[v], unit);
+    const uint8_t code = codes.element[v];
+    values.element[v] = is_signed ? number_of<Codes::kSigned>(code, unit) : number_of<Codes::kUnsigned>(code, unit);
+    if (kKept && row.dtype[kState + s] == kActivation) values.element[v] = number_of<Codes::kKept>(code, unit);
   }
   return values;
 }
 
 // The codes of a pack of a block with this scale.
-template <bool kSigned, int V>
+template <Codes kCodes, int V>
 C10_HOST_DEVICE inline Pack<uint8_t, V> codes_of(const Pack<float, V>& values, float scale) {
   Pack<uint8_t, V> codes{};
   if (!has_numbers(scale)) return codes;
-  const float inverse = over(kTop<kSigned>, scale);
-  const int least = least_of<kSigned>(scale);
+  const float inverse = over(kTop<kCodes>, scale);
+  const int least = least_of<kCodes>(scale);
   AMP_PATCH_UNROLL
-  for (int v = 0; v < V; ++v) codes.element[v] = code_of<kSigned>(times(values.element[v], inverse), least);
+  for (int v = 0; v < V; ++v) codes.element[v] = code_of<kCodes>(values.element[v], inverse, least);
   return codes;
 }
 
 // Writes P packs of state s from pack `at` on, as codes or FP32. If `live` is false, the thread has no elements, and
-// `values` are 0.
-template <int V, int P, class Most>
+// `values` are 0. kKept: the codes may be those of activations.
+template <bool kKept, int V, int P, class Most>
 C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t at, bool live,
                                         const Pack<float, V> (&values)[P], const Most& most) {
   if (row.scales[s] == nullptr) {
@@ -85,24 +90,30 @@ C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t a
     }
     return;
   }
+  const c10::ScalarType dtype = row.dtype[kState + s];
+  const bool is_kept = kKept && dtype == kActivation;
   uint32_t own = 0;
   AMP_PATCH_UNROLL
   for (int p = 0; p < P; ++p) {
     AMP_PATCH_UNROLL
     for (int v = 0; v < V; ++v) {
-      const uint32_t magnitude = bits_of(values[p].element[v]) & 0x7FFFFFFFu;
+      const uint32_t bits = bits_of(values[p].element[v]) & 0x7FFFFFFFu;
+      const uint32_t magnitude = is_kept ? counted<Codes::kKept>(bits) : bits;
       own = own < magnitude ? magnitude : own;
     }
   }
   const uint32_t largest = most(own, static_cast<int>(kBlock / (P * V)));
   if (!live) return;
-  const bool is_signed = row.dtype[kState + s] == c10::ScalarType::Char;
-  const float scale = is_signed ? scale_of<true>(largest) : scale_of<false>(largest);
-  AMP_PATCH_UNROLL
-  for (int p = 0; p < P; ++p) {
-    *code_pack<V>(row, s, at + p) = is_signed ? codes_of<true>(values[p], scale) : codes_of<false>(values[p], scale);
-  }
-  if (at * V % kBlock == 0) *global(row.scales[s] + at * V / kBlock) = scale;  // by the block's first thread
+  const auto write = [&](auto codes) {
+    constexpr Codes kCodes = decltype(codes)::value;
+    const float scale = scale_of<kCodes>(largest);
+    AMP_PATCH_UNROLL
+    for (int p = 0; p < P; ++p) *code_pack<V>(row, s, at + p) = codes_of<kCodes>(values[p], scale);
+    if (at * V % kBlock == 0) *global(row.scales[s] + at * V / kBlock) = scale;  // by the block's first thread
+  };
+  if (dtype == c10::ScalarType::Char) return write(std::integral_constant<Codes, Codes::kSigned>());
+  if (dtype == c10::ScalarType::Byte) return write(std::integral_constant<Codes, Codes::kUnsigned>());
+  if constexpr (kKept) write(std::integral_constant<Codes, Codes::kKept>());
 }
 
 // The work of a thread: run<V, P>(row, at, live, most) does P packs from pack `at` on if `live` is true, and else only
@@ -121,7 +132,7 @@ struct CodedStepWork : StepWork<F, true> {
         grads[p] = read_bits<V>(row, kGrad, at + p);
         masters[p] = read_masters<V>(row, at + p);
         AMP_PATCH_UNROLL
-        for (int s = 0; s < F::kStates; ++s) states[p][s] = read_state<V>(row, s, at + p);
+        for (int s = 0; s < F::kStates; ++s) states[p][s] = read_state<false, V>(row, s, at + p);
       }
       AMP_PATCH_UNROLL
       for (int p = 0; p < P; ++p) this->step_pack(row, at + p, grads[p], masters[p], states[p]);
@@ -131,7 +142,7 @@ struct CodedStepWork : StepWork<F, true> {
       Pack<float, V> values[P];
       AMP_PATCH_UNROLL
       for (int p = 0; p < P; ++p) values[p] = states[p][s];
-      write_state(row, s, at, live, values, most);
+      write_state<false>(row, s, at, live, values, most);
     }
   }
 };
@@ -141,9 +152,15 @@ struct EncodeWork {
     Pack<float, V> values[P] = {};
     AMP_PATCH_UNROLL
     for (int p = 0; p < P; ++p) {
-      if (live) values[p] = read_bits<V>(row, kGrad, at + p).template as<float>();
+      if (!live) continue;
+      const Bits<float, V> bits = read_bits<V>(row, kGrad, at + p);
+      with_element<float, V>(row.dtype[kGrad], [&](auto element) {
+        const auto pack = bits.template as<decltype(element)>();
+        AMP_PATCH_UNROLL
+        for (int v = 0; v < V; ++v) values[p].element[v] = static_cast<float>(pack.element[v]);
+      });
     }
-    write_state(row, 0, at, live, values, most);
+    write_state<true>(row, 0, at, live, values, most);
   }
 };
 struct DecodeWork {
@@ -151,7 +168,14 @@ struct DecodeWork {
   C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most&) const {
     AMP_PATCH_UNROLL
     for (int p = 0; p < P; ++p) {
-      if (live) write_pack(row, kGrad, at + p, read_state<V>(row, 0, at + p));
+      if (!live) continue;
+      const Pack<float, V> values = read_state<true, V>(row, 0, at + p);
+      with_element<float, V>(row.dtype[kGrad], [&](auto element) {
+        Pack<decltype(element), V> pack;
+        AMP_PATCH_UNROLL
+        for (int v = 0; v < V; ++v) pack.element[v] = static_cast<decltype(element)>(values.element[v]);
+        write_pack(row, kGrad, at + p, pack);
+      });
     }
   }
 };

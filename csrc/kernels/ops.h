@@ -123,7 +123,9 @@ inline int64_t span_of(const at::Tensor& t) {
   return span;
 }
 
-inline bool is_coded(at::ScalarType dtype) { return dtype == at::kChar || dtype == at::kByte; }
+inline bool is_coded(at::ScalarType dtype) {
+  return dtype == at::kChar || dtype == at::kByte || dtype == at::kFloat8_e4m3fn;
+}
 inline int64_t item_size(at::ScalarType dtype) {
   return dtype == at::kDouble ? 8 : dtype == at::kFloat ? 4 : is_coded(dtype) ? 1 : 2;
 }

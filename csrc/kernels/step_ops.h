@@ -6,7 +6,7 @@
 //   step(StepJob, functor, rule)    applies the functor to all tensors; the rule computes a tensor's rates
 //   split(StepJob), join(StepJob)   FP32 masters into split ones, and back
 //   stochastic_round(StepJob)       FP32 masters into weights
-//   encode(StepJob), decode         FP32 states into codes and scales (codes.h), and back
+//   encode(StepJob), decode         states or activations into codes and scales (codes.h), and back
 #pragma once
 
 #include <ATen/ATen.h>
@@ -312,7 +312,7 @@ inline constexpr std::initializer_list<at::ScalarType> kHalves{at::kHalf, at::kB
 inline constexpr std::initializer_list<at::ScalarType> kMasters{at::kFloat, at::kShort, at::kBFloat16};
 inline constexpr std::initializer_list<at::ScalarType> kSingle{at::kFloat};
 inline constexpr std::initializer_list<at::ScalarType> kSigned{at::kFloat, at::kChar}, kUnsigned{at::kFloat, at::kByte};
-inline constexpr std::initializer_list<at::ScalarType> kCodes{at::kChar, at::kByte};
+inline constexpr std::initializer_list<at::ScalarType> kCodes{at::kChar, at::kByte, at::kFloat8_e4m3fn};
 inline constexpr std::initializer_list<at::ScalarType> kSplitHalf{at::kShort};
 inline constexpr std::initializer_list<at::ScalarType> kSplitWeight{at::kBFloat16};
 
@@ -341,7 +341,7 @@ void Steps<Loop>::stochastic_round(const Tensors& masters, const Tensors& weight
 
 template <class Loop>
 void Steps<Loop>::encode(const Tensors& values, const Tensors& codes, const Tensors& scales) {
-  const std::vector<StepList> lists{{&values, kGrad, false, kSingle}, {&codes, kState, true, kCodes}};
+  const std::vector<StepList> lists{{&values, kGrad, false, kAny}, {&codes, kState, true, kCodes}};
   const StepJob job = check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, {{&lists[1], &scales}});
   Loop::encode(job);
   bump_lists(lists, Tensors());
@@ -350,7 +350,7 @@ void Steps<Loop>::encode(const Tensors& values, const Tensors& codes, const Tens
 
 template <class Loop>
 void Steps<Loop>::decode(const Tensors& codes, const Tensors& values, const Tensors& scales) {
-  const std::vector<StepList> lists{{&values, kGrad, true, kSingle}, {&codes, kState, false, kCodes}};
+  const std::vector<StepList> lists{{&values, kGrad, true, kAny}, {&codes, kState, false, kCodes}};
   const StepJob job = check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, {{&lists[1], &scales}});
   Loop::decode(job);
   bump_lists(lists, Tensors());

@@ -113,11 +113,12 @@ void with_random(const StepRow& row, uint64_t seed, int64_t begin, int64_t end, 
   }
 }
 
-// Calls visit(loops) with the loops of code_vectors.h for the codes at `place`, signed or unsigned.
+// Calls visit(loops) with the loops of code_vectors.h for the codes at `place`.
 template <class Visit>
 void with_codes(const StepRow& row, StepPlace place, const Visit& visit) {
   on_set([&](auto loops) {
     using Codes = typename decltype(loops)::Codes;
+    if (row.dtype[place] == at::kFloat8_e4m3fn) return visit(typename Codes::Kept());
     row.dtype[place] == at::kChar ? visit(typename Codes::Signed()) : visit(typename Codes::Unsigned());
   });
 }
@@ -247,12 +248,12 @@ struct CpuSteps {
     });
   }
   static void encode(const StepJob& job) {
-    for_each_block(job, [](auto loops, float* values, uint8_t* codes, float& scale, int64_t n) {
+    for_each_block(job, [](auto loops, auto* values, uint8_t* codes, float& scale, int64_t n) {
       scale = decltype(loops)::encode(values, n, codes);
     });
   }
   static void decode(const StepJob& job) {
-    for_each_block(job, [](auto loops, float* values, uint8_t* codes, float& scale, int64_t n) {
+    for_each_block(job, [](auto loops, auto* values, uint8_t* codes, float& scale, int64_t n) {
       decltype(loops)::decode(codes, scale, n, values);
     });
   }
@@ -264,10 +265,12 @@ struct CpuSteps {
     for_each_chunk(job, [&](int64_t slot, int64_t begin, int64_t end) {
       const StepRow& row = job.rows[slot];
       with_codes(row, kState, [&](auto loops) {
-        for (int64_t from = begin; from < end; from += kBlock) {
-          visit(loops, at<float>(row, kGrad, from), at<uint8_t>(row, kState, from), job.scales[slot][0][from / kBlock],
-                std::min(kBlock, end - from));
-        }
+        with_dtype(row.dtype[kGrad], [&](auto element) {
+          for (int64_t from = begin; from < end; from += kBlock) {
+            visit(loops, at<decltype(element)>(row, kGrad, from), at<uint8_t>(row, kState, from),
+                  job.scales[slot][0][from / kBlock], std::min(kBlock, end - from));
+          }
+        });
       });
     });
   }

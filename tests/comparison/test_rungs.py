@@ -52,6 +52,23 @@ def test_each_rung_has_its_own_figures(compared):
     assert stochastic.runs[0].loss != whole.runs[0].loss
 
 
+def wide() -> tuple:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    batches = [(torch.randn(256, 64), torch.randint(0, 8, (256,))) for _ in range(4)]
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), nn.functional.cross_entropy, batches
+
+
+def test_activations_in_eight_bits_are_counted():
+    found = amp.compare(wide, ["O5", "O5+act8", "O1", "O1+act8"], seeds=1, steps=8, verbosity=0)
+    assert [run.error or run.notes for run in found.runs] == [[]] * 5
+    for level, coded in zip(found.levels[1::2], found.levels[2::2], strict=True):
+        assert coded.level == f"{level.level}+act8" and coded.activations < 0.65 * level.activations
+        assert coded.runs[0].masters == level.runs[0].masters and coded.runs[0].state == level.runs[0].state
+        assert coded.runs[0].loss == pytest.approx(level.runs[0].loss, rel=2e-2)
+        assert coded.runs[0].loss != level.runs[0].loss
+
+
 def test_table_page_json_and_notebook_show_the_name_of_a_rung(compared, tmp_path):
     assert "O5+stochastic BF16" in "\n".join(table.lines(compared)) and "O5+split BF16 " in repr(compared)
     text = page.write(compared, tmp_path).read_text()

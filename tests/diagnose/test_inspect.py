@@ -99,6 +99,26 @@ def test_inspect_measures_errors_against_fp32_on_the_same_input(level, dtype, de
         assert error == pytest.approx(expected.item(), rel=1e-3, abs=1e-7), name
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_inspect_finds_in_a_forward_with_activations_in_eight_bits_what_it_finds_without(level):
+    def seen(name: str) -> Inspection:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=name, loss_scale=1.0, verbosity=0)
+        with inspect(model, optimizer) as found:
+            loss = F.cross_entropy(model(torch.randn(128, 64)).float(), torch.arange(128) % 8)
+            backward(loss, optimizer)
+            optimizer.step()
+        amp.restore()
+        return found
+
+    plain, coded = seen(level), seen(f"{level}+act8")
+    assert coded.errors == plain.errors and coded.arrived == plain.arrived and coded.cause == plain.cause
+    assert all(each.counts == plain.activations[name].counts for name, each in coded.activations.items())
+    assert coded.not_finite is None and coded.gradients["0.weight"].counts != plain.gradients["0.weight"].counts
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_inspect_changes_no_weight_and_leaves_no_hook(device):
     """Inspected and other steps give the same weights. Batch norms count each batch once."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import plain_codes
 
+KEPT = torch.float8_e4m3fn
 every_map = pytest.mark.parametrize("dtype", MAPS, ids=["signed", "unsigned"])
 every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -179,15 +180,70 @@ def test_many_tensors_at_once_and_threads():
         assert torch.equal(code, its_code) and torch.equal(scale, its_scale)
 
 
+@on_every_set
+@pytest.mark.parametrize("low", [torch.float16, BF16])
+@pytest.mark.parametrize("dtype", [*MAPS, KEPT])
+def test_low_precision_values_have_the_codes_of_their_fp32_copies(dtype, low):
+    for size in SIZES:
+        values = drawn(size, dtype).clamp(-6e4, 6e4).to(low)
+        codes, scales = encoded(values, dtype)
+        wanted = encoded(values.float(), dtype)
+        assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8)) and same_bits(scales, wanted[1])
+        again = torch.full_like(values, NAN)
+        mt.multi_tensor_decode([codes], [again], [scales])
+        assert torch.equal(again, decoded(codes, scales).to(low))
+
+
+@on_every_set
+@pytest.mark.parametrize("low", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-36, 1e37])
+def test_codes_of_activations_keep_signs_and_zeros(low, scale):
+    values = (torch.randn(700) * scale).to(low)
+    values[::5] = 0
+    for at in (3, 333, 698):  # in a vector and in the tail of a block
+        values[at], values[at + 1] = values.abs().max() * 1e-7, values.abs().max() * -1e-7
+    codes, scales = encoded(values, KEPT)
+    again = torch.empty_like(values)
+    mt.multi_tensor_decode([codes], [again], [scales])
+    assert torch.equal(again.sign(), values.sign()) and torch.equal(again.isinf(), values.isinf())
+    # Smaller numbers of FP16 are a few units; below 1e-33 the scale is not the largest number.
+    large = (values.abs() > values.abs().max() / 2**8) & (values.abs().max() > 1e-32) & ~values.isinf()
+    assert ((again - values)[large].abs() <= values[large].abs() / 8).all()
+
+
+@on_every_set
+@pytest.mark.parametrize("mask", [-INF, INF, torch.finfo(torch.float32).min, torch.finfo(BF16).min])
+def test_activations_of_two_numbers_and_masks_are_exact(mask):
+    values = torch.zeros(600)
+    values[::3], values[400:500] = 1 / 0.9, -1 / 0.9
+    assert torch.equal(decoded(*encoded(values, KEPT)), values)
+    for size in (600, 520, 3):  # of a mask without other numbers, too
+        values[300:size], values[1] = mask, mask
+        again = decoded(*encoded(values, KEPT))
+        assert torch.equal(again, values.masked_fill(values == mask, INF if mask > 0 else -INF))
+
+
+@on_every_set
+def test_a_nan_makes_the_block_of_activations_nan():
+    values = torch.ones(600)
+    values[300], values[301] = NAN, INF
+    again = decoded(*encoded(values, KEPT))
+    assert again[256:512].isnan().all() and torch.equal(again[:256], values[:256])
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
         ({"scales": torch.zeros(1)}, ValueError, r"tensor 0 of scales of codes has shape \[1\], \[2\] is wanted"),
         ({"scales": torch.zeros(4)[::2]}, ValueError, "contiguous"),
         ({"scales": torch.zeros(2, dtype=torch.float64)}, TypeError, "torch.float64, float32 is wanted"),
-        ({"codes": torch.zeros(300, dtype=torch.int16)}, TypeError, "torch.int16, one of int8, uint8 is wanted"),
+        ({"codes": torch.zeros(300, dtype=torch.int16)}, TypeError, "one of int8, uint8, float8_e4m3fn is wanted"),
         ({"codes": torch.zeros(301, dtype=torch.int8)}, ValueError, r"shape \[300\]"),
-        ({"values": torch.zeros(300, dtype=BF16)}, TypeError, "torch.bfloat16, float32 is wanted"),
+        (
+            {"values": torch.zeros(300).double()},
+            TypeError,
+            "torch.float64, one of float32, float16, bfloat16 is wanted",
+        ),
     ],
 )
 def test_what_breaks_the_contract_is_refused(change, error, match):

@@ -148,11 +148,13 @@ def test_stochastic_rounding_has_the_cpus_bits(way):
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("dtype", MAPS)
-def test_codes_have_the_bits_of_plain_torch(way, dtype, offset):
+@pytest.mark.parametrize("of_values", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*MAPS, torch.float8_e4m3fn])
+def test_codes_have_the_bits_of_plain_torch(way, dtype, of_values, offset):
     sizes = [*CODED_SIZES, *[5] * 250, 9000]  # more rows than arguments hold, and more chunks than one
     values = [drawn(size + offset, dtype, seed)[offset:] for seed, size in enumerate(sizes)]
     values[5][3], values[6][256:], values[7][:256] = math.inf, 0.0, 1e-45
+    values = [value.to(of_values) for value in values]
     codes = [[torch.empty_like(value, dtype=dtype) for value in values] for _ in range(2)]
     scales = [[torch.empty(-(-value.numel() // 256)) for value in values] for _ in range(2)]
     numbers = [[torch.empty_like(value) for value in values] for _ in range(2)]
@@ -160,7 +162,7 @@ def test_codes_have_the_bits_of_plain_torch(way, dtype, offset):
         with mt.use_backend(backend):
             mt.multi_tensor_encode(values, *lists[:2])
             mt.multi_tensor_decode(lists[0], lists[2], lists[1])
-    for ours, theirs in (codes, scales):
+    for ours, theirs in ([[code.view(torch.uint8) for code in each] for each in codes], scales):
         assert all(map(same_bits, ours, theirs))
     for ours, theirs in zip(*numbers, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)

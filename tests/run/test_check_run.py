@@ -145,6 +145,25 @@ def test_a_line_that_breaks_is_named_and_the_script_ends_after_its_first_step(tm
     assert "step 0 [] torch.float32" in ran.stdout and "step 1" not in ran.stdout
 
 
+def test_activations_in_eight_bits_have_no_line(tmp_path):
+    script = """
+import torch
+from torch import nn
+from amp_patch import amp
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 8))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net, optimizer = amp.initialize(net, optimizer, opt_level="O5", saved_activations=ACTIVATIONS, verbosity=0)
+loss = nn.functional.cross_entropy(net(torch.randn(128, 64)).float(), torch.arange(128) % 8)
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+"""
+    coded, plain = (checked(tmp_path, script.replace("ACTIVATIONS", value)) for value in ("'8bit'", "None"))
+    assert coded.returncode == 0 and coded.stdout == plain.stdout and "O5: gradients differ" in coded.stdout
+
+
 def test_a_script_without_such_a_line_ends_with_0_and_its_arguments_follow_two_dashes(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(conversion="long", before=".long()"))
     command = ["-m", "amp_patch", "check", "--run", "train.py", "--", "--epochs", "3"]
