@@ -3,7 +3,8 @@
 One table has calls that cast nothing, the other calls that cast. Tensors are tiny, so that the overhead of the call
 dominates. Each round times all variants one after the other. The tables have medians over the rounds of the differences
 to the plain call, in nanoseconds a call. The thread's CPU time is measured, which excludes other work on the machine.
-`python benchmarks/calls.py [--repeats N] [--calls N] [--wrappers python] [--json PATH]`
+With AMP_PATCH_BACKEND=torch in the environment it measures the wrappers in Python.
+`python benchmarks/calls.py [--repeats N] [--calls N] [--json PATH]`
 """
 
 from __future__ import annotations
@@ -107,7 +108,6 @@ def main() -> None:
     parser = timing.parser(__doc__, repeats=41)
     parser.set_defaults(threads=1)
     parser.add_argument("--calls", type=int, default=1000, help="in a turn")
-    parser.add_argument("--wrappers", choices=cast_wrappers.BACKENDS, default=cast_wrappers.backend())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
@@ -120,24 +120,23 @@ def main() -> None:
         print(timing.line([value if value is not None else "-" for value in row.values()], widths), flush=True)
         rows.append(row)
 
-    with install.use_backend(options.wrappers):
-        print(f"{timing.heading(options)}; {options.wrappers} wrappers; ns a call")
-        widths = {"nothing is cast: added by": -27, "plain": 10, "autocast": 10, "outside": 10, "inside": 10}
-        print("\n" + timing.line(list(widths), widths))
-        for call in NOTHING_CAST:
-            times = measure(dict.fromkeys(VARIANTS, call))
-            others = {f"{variant} adds": round(added(times, variant)) for variant in VARIANTS if variant != "plain"}
-            show({"call": call, "plain": round(statistics.median(times["plain"])), **others})
+    print(f"{timing.heading(options)}; {cast_wrappers.backend()} wrappers; ns a call")
+    widths = {"nothing is cast: added by": -27, "plain": 10, "autocast": 10, "outside": 10, "inside": 10}
+    print("\n" + timing.line(list(widths), widths))
+    for call in NOTHING_CAST:
+        times = measure(dict.fromkeys(VARIANTS, call))
+        others = {f"{variant} adds": round(added(times, variant)) for variant in VARIANTS if variant != "plain"}
+        show({"call": call, "plain": round(statistics.median(times["plain"])), **others})
 
-        widths = {"cast: added by": -27, "needless": 10, "autocast": 10, "inside": 10, "ratio": 10, "of calls": 10}
-        print("\n" + timing.line(list(widths), widths))
-        for call, (needless, rival) in CAST.items():
-            times = measure({"plain": needless, "autocast": rival, "inside": call})
-            plain, theirs, ours = statistics.median(times["plain"]), added(times, "autocast"), added(times, "inside")
-            # If both find the cast weight in a cache, the added times are near 0, and their ratio says nothing.
-            ratio = ours / theirs if theirs > 0.05 * plain else None
-            row = {"call": call, "needless": round(plain), "autocast adds": round(theirs), "inside adds": round(ours)}
-            show(row | {"added ratio": ratio, "call ratio": timing.ratio(times["inside"], times["autocast"])})
+    widths = {"cast: added by": -27, "needless": 10, "autocast": 10, "inside": 10, "ratio": 10, "of calls": 10}
+    print("\n" + timing.line(list(widths), widths))
+    for call, (needless, rival) in CAST.items():
+        times = measure({"plain": needless, "autocast": rival, "inside": call})
+        plain, theirs, ours = statistics.median(times["plain"]), added(times, "autocast"), added(times, "inside")
+        # If both find the cast weight in a cache, the added times are near 0, and their ratio says nothing.
+        ratio = ours / theirs if theirs > 0.05 * plain else None
+        row = {"call": call, "needless": round(plain), "autocast adds": round(theirs), "inside adds": round(ours)}
+        show(row | {"added ratio": ratio, "call ratio": timing.ratio(times["inside"], times["autocast"])})
     timing.write_json(options, rows)
 
 

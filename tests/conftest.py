@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import wrapper_backends
 from ranks import Ranks
 from searched import search_for
 from syncs import hear_the_notice
@@ -115,7 +116,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(params=WRAPPERS)
 def wrappers(request: pytest.FixtureRequest) -> Iterator[str]:
     """The casts on one kind of wrapper: its name."""
-    with install.use_backend(request.param):
+    with wrapper_backends.use_backend(request.param):
         yield request.param
 
 

@@ -7,21 +7,17 @@ import inspect
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
 
-from amp_patch import multi_tensor
 from amp_patch.casts import dynamo, saturated
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.regions import as_default, as_now
 from amp_patch.casts.rules import RULES
-from amp_patch.casts.state import PythonState, state, use_state
 from amp_patch.casts.wrappers import (
-    BACKENDS,
     Wrapped,
     backend,
     register_wrapper,
@@ -32,33 +28,6 @@ from amp_patch.casts.wrappers import (
 from amp_patch.support import held_names
 from amp_patch.support.imports import when_imported
 from amp_patch.support.patches import Installation, Patches
-
-
-@contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Use wrappers of the backend ``"cpp"`` or ``"python"`` inside the block, in all threads. For tests and benchmarks.
-
-    Raises:
-        ValueError: another name.
-        RuntimeError: the extension is not built, or casts are installed (call `uninstall` first).
-    """
-    if name not in BACKENDS:
-        raise ValueError(f"use_backend: {name!r} is none of {', '.join(BACKENDS)}")
-    extension = multi_tensor.extension()
-    if name == "cpp" and extension is None:
-        raise RuntimeError(f"use_backend: {multi_tensor.backend_reason()}")
-    if installed():
-        raise RuntimeError(f"use_backend: the {backend()} wrappers are installed; call uninstall() first")
-    before = state()
-    if name != backend():
-        use_state(PythonState() if extension is None or name == "python" else extension.casts)
-    try:
-        yield
-    finally:
-        uninstall()
-        if state() is not before:
-            use_state(before)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Installation: one per process, since torch's namespace belongs to the process.

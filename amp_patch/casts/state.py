@@ -171,7 +171,7 @@ def state() -> Any:
 
 
 def use_state(state: Any) -> None:
-    """Use `state` from now on, for `install.use_backend`. No thread may be in a region."""
+    """Use `state` from now on, for tests. No thread may be in a region, and no casts installed."""
     global in_use, _followed_default
     with default_lock:
         in_use.set_default(None, None)

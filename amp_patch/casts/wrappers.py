@@ -16,13 +16,12 @@ from amp_patch.casts.rules import PRODUCT, RULES, Rule
 from amp_patch.casts.state import PythonState, current, state
 from amp_patch.policy import Policy
 
-# With "cpp" a C callable replaces the function. It implements the frequent rules in a tenth of the time, and calls the
-# Python wrapper for all others.
-BACKENDS = ("cpp", "python")
-
 
 def backend() -> str:
     """Return the kind of wrapper that `install` makes: ``"cpp"`` if the extension is built, else ``"python"``.
+
+    With "cpp" a C callable replaces the function. It implements the frequent rules in a tenth of the time, and calls
+    the Python wrapper for all others.
 
     ``AMP_PATCH_BACKEND=torch`` in the environment selects Python here, as it selects plain torch in `multi_tensor`.
     """

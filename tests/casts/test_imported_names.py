@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import wrapper_backends
 from conftest import WRAPPERS
 from torch import nn
 from torch.nn import functional as F
@@ -55,7 +56,7 @@ def script() -> Iterator[Any]:
 @pytest.mark.parametrize("backend", WRAPPERS)
 @pytest.mark.parametrize("first", ["script", "casts"])
 def test_bound_functions_are_cast_at_o4_and_torchs_own_after_restore(script: Any, backend: str, first: str) -> None:
-    with install.use_backend(backend):
+    with wrapper_backends.use_backend(backend):
         if first == "casts":
             install.install()
         exec(SOURCE, vars(script))
@@ -106,7 +107,7 @@ def products(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("backend", WRAPPERS)
 def test_torch_jit_compiles_functions_while_wrappers_are_installed(backend: str) -> None:
     x = torch.rand(4, 4)
-    with install.use_backend(backend):
+    with wrapper_backends.use_backend(backend):
         install.install()
         scripted = torch.jit.script(products)
         assert torch.equal(scripted(x), products(x))

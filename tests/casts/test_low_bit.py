@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+import wrapper_backends
 from casting import same_as_eager
 from conftest import WRAPPERS
 from crossed import crossed
@@ -44,7 +45,7 @@ def policy_of(level: str, recipe: str = "mxfp8") -> Policy:
 
 @pytest.fixture(name="installed", params=WRAPPERS)
 def installed_fixture(request: pytest.FixtureRequest) -> Iterator[None]:
-    with install.use_backend(request.param):
+    with wrapper_backends.use_backend(request.param):
         install.install()
         yield
         install.uninstall()

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+import wrapper_backends
 from on_every_backend import backend_fixture  # noqa: F401  the fixture `backend`
 from torch import nn
 from torch.nn import functional as F
 
 from amp_patch import amp
-from amp_patch.casts import install
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -124,7 +124,7 @@ def result_and_gradients(function, inputs: list[torch.Tensor], low: torch.dtype)
 
 @pytest.fixture
 def kernels(backend):
-    with install.use_backend("cpp" if backend == "cpp" else "python"):
+    with wrapper_backends.use_backend("cpp" if backend == "cpp" else "python"):
         yield
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import wrapper_backends
 from casting import half_kernels
 from conftest import DEVICES, DTYPES, WRAPPERS, original
 from cpu_half_cases import POLICIES
@@ -32,7 +33,7 @@ NOT_FLOATING = {"matrix_rank", "isclose", "allclose"}
 @pytest.fixture(scope="module", params=WRAPPERS, autouse=True)
 def installed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Install the casts with one kind of wrapper, once for all tests, which only call the functions."""
-    with install.use_backend(request.param):
+    with wrapper_backends.use_backend(request.param):
         install.install()
         yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import wrapper_backends
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,7 +41,7 @@ def double_differentiable():
 @pytest.fixture(name="installed", params=["cpp", "python"] if backend() == "cpp" else ["python"])
 def installed_fixture(request):
     """Casts and kernels of one kind: the kernels of the extension, or the kernels in Python."""
-    with install.use_backend(request.param):
+    with wrapper_backends.use_backend(request.param):
         install.install()
         for dtype in LOW_PRECISION:
             cpu_half.emulate(only_emulates(dtype))

@@ -11,12 +11,13 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
+import wrapper_backends
 from conftest import WRAPPERS
 from interrupts import INPUTS, Interrupt, Training, network, sgd, surroundings, topmost_hooks
 from torch import Tensor, nn
 
 from amp_patch import amp
-from amp_patch.casts import install, regions, thread_state
+from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import of_model as model_state
 from amp_patch.storage import coded_state
@@ -256,7 +257,7 @@ def places() -> set[Any]:
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[5]], ids=str)
 def test_an_interrupt_at_some_calls_of_an_iteration_leaves_everything_right(case, places):
-    with install.use_backend(case.wrappers):
+    with wrapper_backends.use_backend(case.wrappers):
         assert sweep(case, STORIES["iteration"], places, stride=23) == []
 
 
@@ -301,7 +302,7 @@ def test_an_interrupt_at_any_call_of_a_first_forward_leaves_everything_right(pla
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), SWEEPS, ids=str)
 def test_an_interrupt_at_any_call_of_an_iteration_leaves_everything_right(case, name, places):
-    with install.use_backend(case.wrappers):
+    with wrapper_backends.use_backend(case.wrappers):
         assert sweep(case, STORIES[name], places) == []
 
 
@@ -309,5 +310,5 @@ def test_an_interrupt_at_any_call_of_an_iteration_leaves_everything_right(case, 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_interrupt_after_any_call_into_c_leaves_everything_right(case):
     places = left_without_grad_mode_by_torch("c_return")
-    with install.use_backend(case.wrappers):
+    with wrapper_backends.use_backend(case.wrappers):
         assert sweep(case, STORIES["iteration"], places, event="c_return") == []
