@@ -19,7 +19,6 @@ from amp_patch import multi_tensor
 from amp_patch.policy import LOW_PRECISION
 
 _PLACES = (torch.int32, torch.int64)
-_MAXIMUM = 2  # the mode of an embedding bag
 in_use = False  # the kernels are registered
 BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -30,49 +29,18 @@ def _below(name: str, keys: Any) -> Callable[..., Any]:
 
 
 def _embedding_gradient(keys: Any, grad: Tensor, indices: Tensor, rows: int, padding_idx: int, *rest: Any) -> Tensor:
-    """Return the gradient of an embedding's weight, [rows, n], in the type of `grad`."""
-    op = _below("embedding_dense_backward", keys)
-    return _rows_summed(lambda *given: op(*given, *rest), grad, indices, rows, padding_idx)
-
-
-def _bag_gradient(
-    keys: Any,
-    grad: Tensor,
-    indices: Tensor,
-    bags: Tensor,
-    sizes: Tensor,
-    largest: Tensor,
-    rows: int,
-    scale_grad_by_freq: bool,
-    mode: int,
-    factors: Tensor | None,
-    padding_idx: int = -1,
-) -> Tensor:
-    """Return the gradient of an embedding bag's weight, [rows, n]; torch adds that of maxima by `index_add_`."""
-    op = _below("_embedding_bag_dense_backward", keys)
-
-    def summed(grad: Tensor, indices: Tensor, rows: int, padding_idx: int) -> Tensor:
-        wide = factors if factors is None else factors.to(grad.dtype)
-        result: Tensor = op(grad, indices, bags, sizes, largest, rows, scale_grad_by_freq, mode, wide, padding_idx)
-        return result
-
-    if mode == _MAXIMUM:
-        return summed(grad, indices, rows, padding_idx)
-    return _rows_summed(summed, grad, indices, rows, padding_idx)
-
-
-def _rows_summed(summed: Callable[..., Tensor], grad: Tensor, indices: Tensor, rows: int, padding_idx: int) -> Tensor:
-    """Call `summed(grad, indices, rows, padding_idx)` on FP32 gradients, and round the result once.
+    """Return the gradient of an embedding's weight, [rows, n], in the type of `grad`.
 
     If there are more rows than indices, only the rows that occur are summed: FP32 memory for all rows costs more time.
     """
+    op = _below("embedding_dense_backward", keys)
     if not _is_low_on_cpu(grad):
-        return summed(grad, indices, rows, padding_idx)
+        return op(grad, indices, rows, padding_idx, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         if rows <= indices.numel():
-            return summed(grad.float(), indices, rows, padding_idx).to(grad.dtype)
+            return op(grad.float(), indices, rows, padding_idx, *rest).to(grad.dtype)
         occurring, places = indices.unique(return_inverse=True)
-        sums = summed(grad.float(), places.to(indices.dtype), len(occurring), -1)
+        sums = op(grad.float(), places.to(indices.dtype), len(occurring), -1, *rest)
         result = grad.new_zeros(rows, sums.shape[1]).index_copy_(0, occurring.long(), sums.to(grad.dtype))
         if padding_idx >= 0:
             result[padding_idx] = 0
@@ -215,7 +183,6 @@ def _is_low_on_cpu(value: Tensor) -> bool:
 
 SUMS: dict[str, Callable[..., Any]] = {
     "embedding_dense_backward": _embedding_gradient,
-    "_embedding_bag_dense_backward": _bag_gradient,
     "_index_put_impl_": _add_at,
     "_coalesce": _coalesced,
     "_to_dense": _dense,
@@ -235,4 +202,5 @@ ADDERS = """
     avg_pool2d_backward avg_pool3d avg_pool3d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward
     _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d_backward
     adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward
+    _embedding_bag_dense_backward
 """
