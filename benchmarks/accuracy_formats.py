@@ -155,7 +155,7 @@ def page(comparisons: dict[str, Comparison], errors: dict[str, list[float]]) -> 
         "Three very small models, trained at O6 in each [format of its products](low-bit.md), and at O0 "
         "and O4 from the same weights and on the same batches. **The claims are of the order of the formats, and of "
         "the gap at this size and after so few steps.** A large model has other outliers, and more steps in which "
-        "they add up. For your own script: `python -m amp_patch compare --formats fp8,mxfp8,nvfp4 "
+        "they add up. For your own script: `python -m amp_patch compare --levels O6+fp8,O6+mxfp8,O6+nvfp4 "
         "train.py`.",
         f"Each model was trained from {seeds(first)} seeds: {steps}. In the first tenth of the steps the learning rate "
         "rises, and then it falls to 0. The loss is the mean cross entropy on held-out data, in nats. The *gap* is the "

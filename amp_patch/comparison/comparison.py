@@ -312,7 +312,7 @@ class Comparison:
             if self.asked_steps is not None and run.steps < self.asked_steps:
                 text = f"trained {run.steps} of the {self.asked_steps} steps asked for"
                 notes.setdefault(text, []).append(run.name)
-            elif run.steps < max(each.steps for each in well):
+            elif run.steps < max(each.steps for each in well) and id(run) not in self._stopped:
                 notes.setdefault(f"trained only {run.steps} steps", []).append(run.name)
             for text in run.notes:
                 notes.setdefault(text, []).append(run.name)

@@ -9,7 +9,7 @@ from amp_patch.comparison.plan import MEMORY, variables
 from amp_patch.comparison.recommendation import of_others
 from amp_patch.comparison.verdict import interval_of, margin_in_words, percent_of, speed_in_words
 from amp_patch.diagnose.recording.run import NATIVE
-from amp_patch.diagnose.wording import counted, listed, ratio, relative_size, shortest_distinct, signed, type_name
+from amp_patch.diagnose.wording import counted, listed, ratio, relative_size, signed, type_name
 from amp_patch.environment import named_level
 
 _TOLD = 3  # lines on the card; the terminal has all
@@ -63,30 +63,15 @@ def why(comparison: Comparison) -> str:
         return "By one seed, which cannot tell chance from a difference, nothing speaks against it."
     if "better" in found.because:
         losing = f" {_capital(comparison.losing_note)}." if comparison.losing_note else ""
-        return _capital(_result(comparison, best, base)) + losing
+        return f"Its final {comparison.metric_in_words} is better than {base.name}'s.{losing}"
     if best.level == NATIVE:
         return "No level that is as good is faster than your script, or takes less memory."
-    first = f"The {'fastest' if 'smaller' not in found.because else 'smallest'} level that is as good as {base.name}"
-    if found.goal == MEMORY:
-        return f"{first}: {_result(comparison, best, base)}"
+    good = "did no worse than" if best.finding.kind == "no worse" else "is as good as"
+    first = f"The {'fastest' if 'smaller' not in found.because else 'smallest'} level that {good} {base.name}"
+    first += ", every loss to the bit" if best.finding.to_the_bit else ""
     some = any(level.finding.sound and level.speedup and level.speedup.pace == "faster" for level in comparison.levels)
-    first += f"; none as good is {'much ' * some}faster than {base.name}" if "smaller" in found.because else ""
-    return f"{first}: {_result(comparison, best, base)}"
-
-
-def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
-    """Return the sentence that says why the recommended level `best` is as good as the baseline."""
-    if best.finding.to_the_bit:
-        return f"every loss is {base.name}'s, to the bit."
-    gap, what = best.finding.gap, f"its final {comparison.metric_in_words}"
-    if gap is not None and gap.told in ("as good", "better"):
-        better = ": better" * (gap.told == "better")
-        return f"{what} lies {percent_of(gap) or f'{signed(gap.mean)}'} from {base.name}'s with the same seeds{better}."
-    mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
-    where = "better than" if best.finding.better else "within"
-    if best.finding.kind == "no worse":
-        where = "no worse than (what it is better by may be chance)"
-    return f"{what}, {mean}, is {where} the range of {base.name}'s seeds ({low} to {high})."
+    slower = "smaller" in found.because and found.goal != MEMORY
+    return first + (f"; none as good is {'much ' * some}faster than {base.name}." if slower else ".")
 
 
 def how_sure(comparison: Comparison) -> str:

@@ -15,7 +15,7 @@ from amp_patch.comparison.plan import BASELINE
 from amp_patch.diagnose.lost_updates import share_lost
 from amp_patch.diagnose.recording.run import LOW_TYPES, Run
 from amp_patch.diagnose.wording import level_name, listed, type_name
-from amp_patch.policy import OPT_LEVELS
+from amp_patch.policy import OPT_LEVELS, Policy
 
 # A run has left out batches if this share of its forwards, and more than two, led to no step, beyond those of O0.
 LEFT_OUT = 0.05
@@ -81,20 +81,23 @@ class LevelResult:
     @property
     def other_dtype(self) -> str | None:
         """The level's low-precision type, if it differs from the level's default type; else None."""
-        policy = OPT_LEVELS.get(self.level.partition("+")[0])
+        policy = self._policy
         return self.dtype if policy is not None and self.dtype != str(policy.dtype).removeprefix("torch.") else None
 
     @property
     def loses_updates(self) -> bool:
         """Whether the level's weights lose small updates, as at O3."""
-        policy = OPT_LEVELS.get(self.level.partition("+")[0])  # torch's own mixed precision has FP32 weights
-        return policy is not None and policy.loses_updates
+        return self._policy is not None and self._policy.loses_updates
 
     @property
     def emulated(self) -> bool:
         """Whether products are emulated (FP8, FP4): times and memory then say nothing about real FP8 hardware."""
-        policy = OPT_LEVELS.get(self.level.partition("+")[0])
-        return policy is not None and policy.product_format is not None
+        return self._policy is not None and self._policy.product_format is not None
+
+    @property
+    def _policy(self) -> Policy | None:
+        """The level's policy; None for torch's own mixed precision."""
+        return OPT_LEVELS.get(self.level.partition("+")[0])
 
     @property
     def memory(self) -> float | None:

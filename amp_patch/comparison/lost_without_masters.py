@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.diagnose.wording import listed, type_name, whole_percent
-from amp_patch.environment import RUNGS, named_level
+from amp_patch.environment import RUNGS
 from amp_patch.policy import OPT_LEVELS, SPLIT
 
 # Below this share of lost updates there is no advice: weights that were rounded to nearest then trained as well as FP32
@@ -57,8 +57,13 @@ def _note(dtype: str, share: float) -> str:
     lost = f"without masters {whole_percent(share)} of the updates would be lost in {type_name(dtype)} weights"
     if share < FEW:
         return lost
-    whole, same, stochastic = _safe(dtype)
-    safe = f"take masters ({listed([whole, *same])})"
+    level = with_masters(dtype)
+    # FP16 weights have no rungs of masters.
+    rungs = [*RUNGS.items()] if dtype == "bfloat16" else []
+    named = [(f"{level}+{rung}", value) for rung, (option, value) in rungs if option == "master_weights"]
+    same = [name for name, value in named if value == SPLIT]  # the numbers of masters, in fewer bytes
+    stochastic = [name for name, value in named if value != SPLIT]  # keeps the updates on average
+    safe = f"take masters ({listed([level, *same])})"
     return f"{lost}: {safe}" + (f", or stochastic rounding ({listed(stochastic)})" if stochastic else "")
 
 
@@ -67,24 +72,3 @@ def with_masters(dtype: str) -> str:
     return next(
         name for name, each in OPT_LEVELS.items() if each.master_weights and str(each.dtype) == f"torch.{dtype}"
     )
-
-
-def _safe(dtype: str) -> tuple[str, list[str], list[str]]:
-    """Return the names of a level and of its rungs at which weights of type `dtype` lose no updates.
-
-    Returns:
-        level: the level with masters.
-        same: rungs of this level that store the same numbers as masters do, in fewer bytes.
-        stochastic: rungs of this level that round stochastically, and so keep the updates on average.
-    """
-    level = with_masters(dtype)
-    same: list[str] = []
-    stochastic: list[str] = []
-    for rung, (option, value) in RUNGS.items():
-        if option == "master_weights":
-            try:
-                named_level(f"{level}+{rung}").policy()
-            except ValueError:  # FP16 weights have no rungs
-                continue
-            (same if value == SPLIT else stochastic).append(f"{level}+{rung}")
-    return level, same, stochastic

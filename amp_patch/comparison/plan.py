@@ -22,9 +22,6 @@ LEVELS = tuple(
     level for level, policy in OPT_LEVELS.items() if policy.keeps_fp32_weights and policy.product_format is None
 )
 
-# The first level with FP8 or FP4 products, which leaves the script's weights unchanged.
-EMULATED = next(level for level, policy in OPT_LEVELS.items() if policy.product_format is not None)
-
 # Default `min_gain`: the share of the baseline's memory that a level must save to be recommended for its memory.
 MIN_GAIN = 0.05
 

@@ -165,7 +165,7 @@ def test_a_plan_sets_the_level_of_a_run_with_its_rungs():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# compare --formats: the losses with emulated FP8 and FP4, without a speed
+# O6 and O7: the losses with emulated FP8 and FP4, without a speed
 
 
 def plan_of(*given: str) -> Plan:
@@ -174,20 +174,11 @@ def plan_of(*given: str) -> Plan:
     return compare_arguments.plan_of(parser.parse_args([*given, "train.py"]))
 
 
-def test_formats_add_levels_to_the_plan():
-    assert plan_of("--formats", "fp8, mxfp8").levels == (*LEVELS, "O6+fp8", "O6+mxfp8")
-    assert plan_of("--levels", "O0", "--formats", "nvfp4").levels == ("O0", "O6+nvfp4")
-    assert plan_of("--levels", "O7+mxfp8+split").levels == ("O0", "O7+mxfp8+split")
+def test_formats_are_levels_of_the_plan():
+    assert plan_of("--levels", "O6+nvfp4,O7+mxfp8+split").levels == ("O0", "O6+nvfp4", "O7+mxfp8+split")
     assert not any(level.startswith(("O6", "O7")) for level in LEVELS)
-
-
-def test_an_unknown_format_is_refused():
-    wanted = (
-        r"^compare: --formats has 'fp4'; wanted of fp8, fp8_tensorwise, mxfp8, mxfp8_floor, nvfp4, nvfp4_naive, as "
-        r"fp8,mxfp8$"
-    )
-    with pytest.raises(ValueError, match=wanted):
-        plan_of("--formats", "fp8,fp4")
+    with pytest.raises(ValueError, match=r"^compare: .*fp4"):
+        plan_of("--levels", "O6+fp4")
 
 
 def train() -> None:

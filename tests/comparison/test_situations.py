@@ -356,6 +356,7 @@ def test_a_stopped_level_says_where_and_why_and_shortens_no_other():
     text = made.levels[2].verdict.text
     assert text.startswith(f"do not use: made 5 of 40 steps with seeds 0, 1 and 2: {said}")
     assert headline.in_short(made.levels[2], made) == "do not use: stopped"
+    assert not any("trained only" in note for note in made.notes), "the verdict says so"
     assert made.steps == 40 and made.levels[1].finding.kind == "within" and made.recommended is made.levels[1]
     quiet = compare(O0, stopped(5)).levels[1].verdict.text
     assert "made 5 of 40 steps with seeds 0, 1 and 2, by itself or after an error that the script catches" in quiet

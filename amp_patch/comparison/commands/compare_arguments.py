@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.comparison.commands import batch_search, compare_baseline
-from amp_patch.comparison.plan import EMULATED, LEVELS, MARGIN, MEMORY, MIN_GAIN, SEEDS, SMALL, SPEED, Plan, levels_for
+from amp_patch.comparison.plan import LEVELS, MARGIN, MEMORY, MIN_GAIN, SEEDS, SMALL, SPEED, Plan, levels_for
 from amp_patch.environment import RUNGS
-from amp_patch.policy import OPT_LEVELS, PRODUCT_FORMATS
+from amp_patch.policy import OPT_LEVELS
 from amp_patch.run import no_cuda
 from amp_patch.run.run import add_cast_arguments, notebook_advice
 
 _OF_PLAN = ("steps", "dtype", "metric", "maximize", "inspect", "min_gain", "margin")
-_OF_ONE_CALL = ("out", "levels", "formats", "seeds", "quick", "resume", "module", "script", "arguments", "baseline")
+_OF_ONE_CALL = ("out", "levels", "seeds", "quick", "resume", "module", "script", "arguments", "baseline")
 _EPILOG = """
 The script is not changed. AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides its arguments of
 amp.initialize; it can read the seed from AMP_PATCH_SEED. Its loss, times, memory and loss scale are recorded by
@@ -49,12 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--levels",
         help=f"of {', '.join(OPT_LEVELS)}, each with {', '.join(f'+{rung}' for rung in RUNGS)} if wanted (O5+split); "
         f"O0 is always added (default {','.join(LEVELS)})",
-    )
-    add(
-        "--formats",
-        metavar="NAMES",
-        help=f"of {', '.join(PRODUCT_FORMATS)}: what training in FP8 or FP4 would do to the loss, emulated; adds the "
-        f"levels {EMULATED}+NAME",
     )
     add(
         "--quick",
@@ -175,11 +169,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
     goal = getattr(args, "for", SPEED)
     named = None if args.levels is None else tuple(level.strip() for level in args.levels.split(","))
     levels = levels_for(goal, args.dtype, args.quick) if named is None else named
-    formats = [] if args.formats is None else [name.strip() for name in args.formats.split(",")]
-    if unknown := [name for name in formats if name not in PRODUCT_FORMATS]:
-        raise ValueError(f"compare: --formats has {unknown[0]!r}; wanted of {', '.join(PRODUCT_FORMATS)}, as fp8,mxfp8")
     return Plan(
-        levels=(*levels, *(f"{EMULATED}+{name}" for name in formats)),
+        levels=levels,
         seeds=1 if args.quick else SEEDS if args.seeds is None else args.seeds,
         goal=goal,
         **{name: getattr(args, name) for name in _OF_PLAN},

@@ -21,7 +21,7 @@ class LongSteps:
         self._run: Run | None = None  # the run that trains
         self._first: Run | None = None  # the first run with its seed
         self._steps, self._since = 0, 0.0  # the run's number of steps, and the time when that grew, or of its start
-        self._start_up = self._longest = 0.0  # seconds of the first run: until its first step; between two steps
+        self._waits: list[float] = []  # seconds of the first run: until its first step, and between two steps
 
     def overdue(self, run: Run) -> str | None:
         """If the step that `run` makes takes far longer than any of the first level's, say so; otherwise return None.
@@ -32,20 +32,17 @@ class LongSteps:
         now = self._clock()
         if run is not self._run:
             self._run, self._steps, self._since = run, 0, now
-            if self._first is None or self._first.seed != run.seed:
-                self._first, self._start_up, self._longest = run, 0.0, 0.0
-        if run.steps > self._steps:
-            if run is self._first and self._steps:
-                self._longest = max(self._longest, now - self._since)
-            elif run is self._first:
-                self._start_up = now - self._since
-            self._steps, self._since = run.steps, now
+        if self._first is None or self._first.seed != run.seed:
+            self._first, self._waits = run, []
         first = self._first
-        taken = now - self._since - (0.0 if self._steps else self._start_up)
-        if first is None or first.steps <= self._steps or taken < OVERDUE_SECONDS:
+        if run.steps > self._steps:
+            self._waits += [now - self._since] if run is first else []
+            self._steps, self._since = run.steps, now
+        if first.steps <= self._steps or not self._waits:
             return None
-        longest = max([self._longest, *filter(math.isfinite, first.seconds)]) or self._start_up
-        if taken < OVERDUE_TIMES * longest:
+        longest = max([0.0, *self._waits[1:], *filter(math.isfinite, first.seconds)]) or self._waits[0]
+        taken = now - self._since - (0.0 if self._steps else self._waits[0])
+        if taken < max(OVERDUE_SECONDS, OVERDUE_TIMES * longest):
             return None
         return (
             f"step {self._steps + 1} had taken {about(taken)} when it was ended; at {first.level} no step took "
