@@ -39,14 +39,15 @@ def named(survey: Survey | None, level: LevelResult) -> list[Line]:
     without them.
     """
     ended = bool(level.failed or level.stopped)
-    lines = [line for line in _lines(survey, level.level, level.dtype) if ended or not line.raises]
+    lines = _lines(survey, level.level, level.dtype)
+    lines = [line for line in lines if line.breaks and (ended or not line.raises)]
     found = {(line.place, line.edit): line for line in reversed(lines)}
     return [*reversed(found.values())]
 
 
 def modules(survey: Survey | None, level: str, dtype: str | None) -> list[str]:
     """Return the names of the modules whose forwards run the lines that break `level` with type `dtype`, each once."""
-    return [*dict.fromkeys(name for line in _lines(survey, level, dtype) for name in line.modules)]
+    return [*dict.fromkeys(name for line in _lines(survey, level, dtype) if line.breaks for name in line.modules)]
 
 
 def beside(survey: Survey | None, level: LevelResult) -> str:
@@ -85,8 +86,7 @@ def _in_verdict(words: str, level: LevelResult) -> bool:
 
 def to_change(survey: Survey | None, level: LevelResult) -> list[Line]:
     """Return the lines that must change before a script that was not edited runs at the level with `initialize`."""
-    lines = [] if survey is None else [Line(**each) for each in survey.get("lines", [])]
-    return [line for line in lines if line.served and _known_as(level.level, level.dtype) in line.levels]
+    return [line for line in _lines(survey, level.level, level.dtype) if line.served]
 
 
 def edits(survey: Survey | None, levels: Sequence[LevelResult]) -> list[tuple[Line, list[str]]]:
@@ -117,7 +117,7 @@ def note(survey: Survey | None, levels: Sequence[LevelResult]) -> str:
 
 def _lines(survey: Survey | None, level: str, dtype: str | None) -> list[Line]:
     lines = [] if survey is None else [Line(**each) for each in survey.get("lines", [])]
-    return [line for line in lines if line.breaks and _known_as(level, dtype) in line.levels]
+    return [line for line in lines if _known_as(level, dtype) in line.levels]
 
 
 def known_as(levels: Sequence[LevelResult]) -> list[str]:

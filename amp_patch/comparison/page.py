@@ -16,7 +16,7 @@ from amp_patch.comparison.level_result import LevelResult, failures
 from amp_patch.comparison.rows import axis, rows
 from amp_patch.comparison.verdict import interval_of, percent_of
 from amp_patch.diagnose import wording
-from amp_patch.diagnose.recording.run import INTERRUPTED, Run, dumps
+from amp_patch.diagnose.recording.run import INTERRUPTED, dumps
 from amp_patch.support.files import write_whole
 
 
@@ -102,22 +102,12 @@ def _template() -> Template:
 def _about(comparison: Comparison) -> str:
     """Return levels, seeds, steps, processor and torch of a comparison in one line."""
     machine = comparison.machine
-    seeds = _finished_seeds(comparison)
+    seeds = len({run.seed for run in comparison.runs if run.loss and run.error_kind != INTERRUPTED})
     said = [f"{len(comparison.levels)} levels", wording.counted(seeds, "seed")]
     said += [f"{comparison.steps} steps"] if comparison.steps else []
     devices = {run.device for run in comparison.runs if run.device}
     said += [comparison.processor] if comparison.processor else sorted(devices)
     return " · ".join([*said, *([f"torch {machine['torch']}"] if "torch" in machine else [])])
-
-
-def _finished_seeds(comparison: Comparison) -> int:
-    """Return how many seeds have all their runs, none of them interrupted, and at least one with a loss."""
-    of_seed: dict[int, list[Run]] = {}
-    for run in comparison.runs:
-        of_seed.setdefault(run.seed, []).append(run)
-    most = max(map(len, of_seed.values()), default=0)
-    whole = [runs for runs in of_seed.values() if len(runs) == most or not comparison.cut]
-    return sum(any(run.loss for run in runs) and all(run.error_kind != INTERRUPTED for run in runs) for runs in whole)
 
 
 def _table(comparison: Comparison) -> dict[str, list[Cell]]:

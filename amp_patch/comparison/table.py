@@ -16,16 +16,8 @@ from amp_patch.diagnose.text_table import in_columns
 _WIDTH = 80
 _HEADING = 14  # letters in a line of a heading
 _MODULES = 3  # the worst modules of each level
-_COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}  # numbers of ECMA-48
-_STYLES = {
-    "within": "green",
-    "differs": "red",
-    "failed": "red",
-    "no worse": "green",
-    "so far": "green",
-    "undecided": "yellow",
-    "unjudged": "yellow",
-}
+# "bold", or the state of a level -> the number of ECMA-48: bold, green, red, yellow.
+_COLOURS = {"bold": 1, "best": 32, "bad": 31, "unsure": 33}
 
 
 def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
@@ -58,7 +50,7 @@ def _overview(comparison: Comparison, colours: bool) -> list[str]:
     for at, level in enumerate(comparison.levels, start=height):
         words = headline.in_short(level, comparison)
         if words and len(shown[at]) + len(words) + 2 <= _WIDTH:
-            shown[at] += f"  {_coloured(words, _style(level), colours)}"
+            shown[at] += f"  {_coloured(words, headline.state(level, comparison), colours)}"
     return [*_wrapped(f"{comparison.title}, {comparison.steps} steps"), *shown]
 
 
@@ -73,13 +65,11 @@ def _reasons(comparison: Comparison, colours: bool) -> list[str]:
         short, full = (failures_in_words(level, short=each) for each in (True, False))
         words = level.verdict.reason.replace(short, full) if level.failed else level.verdict.reason
         first, *others = _wrapped(words, _WIDTH - width - 1) or [""]
-        found.append(f"{_coloured(f'{level.name:{width}}', _style(level), colours)} {first}".rstrip())
+        found.append(
+            f"{_coloured(f'{level.name:{width}}', headline.state(level, comparison), colours)} {first}".rstrip()
+        )
         found += [" " * (width + 1) + line for line in others]
     return found
-
-
-def _style(level: LevelResult) -> str:
-    return "green" if level.finding.better else _STYLES.get(level.finding.kind, "")
 
 
 def _edits(comparison: Comparison) -> list[str]:
@@ -137,7 +127,7 @@ def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
 
 
 def _coloured(text: str, style: str, colours: bool) -> str:
-    return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if colours and style else text
+    return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if colours and style in _COLOURS else text
 
 
 def _result(level: LevelResult) -> str:

@@ -321,36 +321,6 @@ def measured(*_) -> tuple[list[Run], int, int, OtherWork]:
     return [finished(level, seed) for seed in range(3) for level in ("O0", "O2")], 6, 0, load
 
 
-@pytest.mark.parametrize(
-    ("levels", "lacking", "said"),
-    [
-        (
-            "O0,O4,O5",
-            ["bfloat16"],
-            "Note: this CPU has no BF16 arithmetic: O4 and O5 compute in FP32 and round to BF16, at FP32's speed at "
-            "best, and are faster on one that has it\n",
-        ),
-        (
-            "O0,O2,O4",
-            ["bfloat16", "float16"],
-            "Note: this CPU has no BF16 arithmetic: O4 computes in FP32 and rounds to BF16, at FP32's speed at best, "
-            "and is faster on one that has it\nNote: this CPU has no FP16 arithmetic: O2 computes in FP32 and ",
-        ),
-        ("O0,O5", ["float16"], ""),
-    ],
-)
-def test_compare_first_says_which_arithmetic_the_cpu_lacks(levels, lacking, said, tmp_path, monkeypatch, capsys):
-    """Without the warning, a reader would take the level itself for slow."""
-    (tmp_path / "train.py").write_text("")
-    monkeypatch.setattr(compare, "_measure", measured)
-    monkeypatch.setattr(compare, "lacking", lambda: lacking)
-    main(["compare", "--levels", levels, "--out", str(tmp_path), str(tmp_path / "train.py")])
-    printed = capsys.readouterr().out
-    first, _, printed = printed.partition("\n")
-    assert first == f"starting {levels.replace(',', ', ')}"
-    assert printed.startswith(said) if said else "arithmetic" not in printed.partition("\n")[0]
-
-
 def test_an_ascii_terminal_gets_the_table_and_the_report(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(compare, "_measure", measured)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-import torch
-
 from amp_patch.comparison import headline
 from amp_patch.comparison.commands import batch_search, compare_baseline, compare_folder, compare_launcher
 from amp_patch.comparison.commands.compare_arguments import check_script, defaults, plan_of
@@ -20,8 +18,8 @@ from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import Plan
 from amp_patch.comparison.regression import are_decided
 from amp_patch.diagnose.recording.run import Run
-from amp_patch.diagnose.wording import lacks, listed
-from amp_patch.run.machine import lacking, machine
+from amp_patch.diagnose.wording import listed
+from amp_patch.run.machine import machine
 from amp_patch.run.run import set_casts
 
 
@@ -47,8 +45,6 @@ def compare(args: argparse.Namespace) -> None:
         if args.batch_search is not None:
             sys.exit(batch_search.run(args, plan, interrupts))
         print(f"starting {', '.join(plan.levels)}", flush=True)
-        if args.device in (None, "cpu"):
-            _note_emulated_types(plan)
         with ended_by_failures("compare", args.script):
             runs, asked, cut, load = _measure(plan, args, interrupts, found, before)
         told = compare_folder.keep_machine(args.out, machine(load.words()))
@@ -95,12 +91,3 @@ def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, compar
     except Ended as interrupt:
         return interrupt.status
     return 0
-
-
-def _note_emulated_types(plan: Plan) -> None:
-    """Print a note for each type that this processor emulates: levels of this type have about FP32's speed here."""
-    if torch.cuda.is_available():
-        return
-    for dtype in lacking():
-        if levels := [level for level in plan.levels if plan.type_of(level) == dtype]:
-            print(f"Note: {lacks(dtype, levels)}", flush=True)
