@@ -134,7 +134,7 @@ MUTATIONS = (
     ),
     Mutation(
         "upcast logits: a hook of the FP32 tensor gets its gradient",
-        "return self.place is not None and self._upcast.is_alone()",
+        "return self.place is not None and self._extension.is_alone()",
         "return self.place is not None",
         ("test_noted_logits.py",),
     ),
@@ -142,6 +142,30 @@ MUTATIONS = (
         "upcast logits: the gradient of FP64 logits is no low-precision one",
         "if cast.dtype in LOW_PRECISION and cast.device == logits.device else None",
         "if cast.device == logits.device else None",
+        ("test_noted_logits.py",),
+    ),
+    Mutation(
+        "cross_entropy: backward has the logarithms of the forward",
+        "logarithms = torch.sub(logits[part], peak).add_(sum_)",
+        "logarithms = torch.sub(logits[part], peak - sum_)",
+        ("test_lean_loss.py",),
+    ),
+    Mutation(
+        "cross_entropy: the gradient is written over no logits that others hold",
+        "is_free = logits.dtype is dtype and ctx.source.may_write(logits)",
+        "is_free = logits.dtype is dtype",
+        ("test_noted_logits.py",),
+    ),
+    Mutation(
+        "cross_entropy: tensors that a hook has received are not written",
+        "self._writes = TOPMOST is not None and not other_hooks()",
+        "self._writes = True",
+        ("test_noted_logits.py",),
+    ),
+    Mutation(
+        "upcast logits: an FP32 copy that was written is saved itself",
+        "if low is not None and not torch.equal(low[part].float(), wide):",
+        "if low is None:",
         ("test_noted_logits.py",),
     ),
     Mutation(

@@ -53,16 +53,13 @@ def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
         return None
     if logits.dtype not in _FLOATS or not _serves(call):
         return None
-    source = source_of(logits) if logits.dtype is torch.float32 else None
-    if source is None and logits.dtype not in LOW_PRECISION:
-        return None
-    place = None if source is None else source.place
     weight = None if call.weight is None else call.weight.float()
     target = call.target
     if logits.dim() > 3:
-        logits, place = logits.flatten(2), None if place is None else place.flatten(2)
-        target = target.flatten(2 if target.is_floating_point() else 1)
-    terms = _Terms.apply(logits, target, weight, call.ignore_index, float(call.label_smoothing), source, place)
+        logits, target = logits.flatten(2), target.flatten(2 if target.is_floating_point() else 1)
+    if (source := source_of(logits)) is None:
+        return None
+    terms = _Terms.apply(logits, source.place, source, target, weight, call.ignore_index, float(call.label_smoothing))
     reduce = _reduced_probabilities if target.is_floating_point() else _reduced_classes
     loss = reduce(terms, target, weight, call, logits.shape[1])
     return loss.reshape(call.input[:, 0].shape) if call.reduction == "none" else loss
@@ -113,46 +110,64 @@ class _Terms(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
+        place: Tensor | None,
+        source: Source,
         target: Tensor,
         weight: Tensor | None,
         ignored: int,
         smoothing: float,
-        source: Source | None,
-        place: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.source, ctx.low = source, logits.dtype if place is None else place.dtype
-        ctx.save_for_backward(logits, target, weight)
-        ctx.ignored, ctx.smoothing = ignored, smoothing
-        count = 2 if smoothing > 0 and not target.is_floating_point() else 1
-        results = tuple(torch.empty(target.shape, dtype=torch.float32, device=target.device) for _ in range(count))
+        def empty() -> Tensor:
+            return torch.empty(logits[:, 0].shape, dtype=torch.float32, device=logits.device)
+
+        on_cpu, low = logits.device.type == "cpu", source.low_of(logits)
+        shapes = [target.shape] if target.is_floating_point() else [logits[:, 0].shape] * (2 if smoothing > 0 else 1)
+        results = tuple(torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in shapes)
+        peaks, sums = (empty(), empty()) if on_cpu else (None, None)
         for part in _parts(logits, smoothing):
-            terms = _terms(_logarithms(logits[part]), _of(target, part), weight, ignored, smoothing)
+            wide = logits[part].float()
+            if low is not None and not torch.equal(low[part].float(), wide):
+                low = None  # written by way of `data`
+            logarithms = torch.log_softmax(wide, 1)
+            if peaks is not None and sums is not None:
+                _of(peaks, part).copy_(wide.amax(1))
+                _of(sums, part).copy_(logarithms.amax(1))
+            terms = _terms(logarithms, _of(target, part), weight, ignored, smoothing)
             for result, term in zip(results, terms, strict=True):
                 _of(result, part).copy_(term)
+        ctx.save_for_backward(source.to_save(logits) if low is None else low, peaks, sums, target, weight)
+        ctx.source, ctx.dtype, ctx.low = source, logits.dtype, logits.dtype if place is None else place.dtype
+        ctx.ignored, ctx.smoothing = ignored, smoothing
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, weight = ctx.saved_tensors
+        logits, peaks, sums, target, weight = ctx.saved_tensors
         is_batched = any("Batched" in str(torch._C._dispatch_keys(grad)) for grad in grads)
         is_plain = not (is_batched or torch.is_grad_enabled())
 
         def gradient(part: _Part) -> Tensor:
-            logarithms = _logarithms(_of(logits, part))
+            if is_plain and peaks is not None:  # the order of torch's kernel for a CPU
+                peak, sum_ = (_of(each, part).unsqueeze(1) for each in (peaks, sums))
+                logarithms = torch.sub(logits[part], peak).add_(sum_)
+            else:
+                logarithms = torch.log_softmax(logits[part].float(), 1)
             own = [_of(grad, part) for grad in grads]
             spread = _spread(own, logarithms, _of(target, part), weight, ctx.ignored, ctx.smoothing, is_plain)
             return torch.ops.aten._log_softmax_backward_data(spread, logarithms, 1, torch.float32)
 
-        goes_around = ctx.source is not None and is_plain and ctx.source.takes_gradient()
-        dtype = ctx.low if goes_around else logits.dtype
+        goes_around = is_plain and ctx.source.takes_gradient()
+        dtype = ctx.low if goes_around else ctx.dtype
         if not is_plain:  # for second derivatives, and batched gradients
+            logits = ctx.source.attached(logits, ctx.dtype in LOW_PRECISION)
             result = gradient(()).to(dtype)
         else:
-            result = torch.empty_like(logits, dtype=dtype)
+            is_free = logits.dtype is dtype and ctx.source.may_write(logits)
+            result = logits if is_free else torch.empty_like(logits, dtype=dtype)
             for part in _parts(logits, ctx.smoothing):
                 result[part].copy_(gradient(part))
         unused = (None,) * 5
-        return (None, *unused, result) if goes_around else (result, *unused, None)
+        return (None, result, *unused) if goes_around else (result, None, *unused)
 
 
 def _parts(logits: Tensor, smoothing: float) -> Iterator[_Part]:
@@ -183,10 +198,6 @@ def _of(tensor: Tensor, part: _Part) -> Tensor:
     if len(part) == 3 and tensor.dim() == 2:
         return tensor[part[0], part[2]]
     return tensor[part] if part else tensor
-
-
-def _logarithms(logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits.float(), 1)
 
 
 def _by_class(weight: Tensor, logarithms: Tensor) -> Tensor:

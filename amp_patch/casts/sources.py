@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.casts.upcast import TOPMOST, other_hooks
 from amp_patch.policy import LOW_PRECISION
 
 _CAST = "ToCopyBackward0"
@@ -18,36 +19,64 @@ _SLICE, _TRANSPOSE = "SliceBackward0", "TransposeBackward0"
 
 
 class Source:
-    """What FP32 logits were cast from.
+    """The logits of a loss in autograd's graph, and what FP32 logits were cast from.
 
     Attributes:
-        place: a tensor in the place of the low-precision logits in autograd's graph, of the shape of the FP32 logits,
-            with one element of memory. None without the extension.
+        place: a tensor in the place of the low-precision logits in the graph, of the shape of the FP32 logits, with one
+            element of memory. None if the logits were not cast, and without the extension.
     """
 
-    def __init__(self, logits: Tensor, views: list[Any]) -> None:
+    def __init__(self, logits: Tensor, views: list[Any] | None) -> None:
         self.place: Tensor | None = None
-        if (extension := multi_tensor.extension()) is None:
+        self._extension: Any = None
+        if (made := in_extension()) is None or logits.grad_fn is None:
             return
-        self._upcast = extension.Upcast(logits, len(views))
-        self.place = self._upcast.place()
-        for node in reversed(views):
-            self.place = _seen(self.place, node)
+        self._extension = made(logits, -1 if views is None else len(views))
+        self._writes = TOPMOST is not None and not other_hooks()
+        if views is not None:
+            self.place = self._extension.place()
+            for node in reversed(views):
+                self.place = _seen(self.place, node)
+
+    def low_of(self, wide: Tensor) -> Tensor | None:
+        """Return the low-precision logits in the shape of their FP32 copy; None if nothing else holds them."""
+        return None if self._extension is None or wide.dtype in LOW_PRECISION else self._extension.low_of(wide)
+
+    def to_save(self, logits: Tensor) -> Tensor:
+        """Return the tensor that autograd shall save of `logits`, which does not keep its views' bases alive."""
+        return logits if self._extension is None else self._extension.saved(logits)
+
+    def attached(self, saved: Tensor, low: bool) -> Tensor:
+        """Return what autograd has saved, in the place of the logits in the graph, for second derivatives."""
+        if self._extension is None:
+            return saved
+        return self._extension.attached(saved if low else saved.float())
 
     def takes_gradient(self) -> bool:
         """Tell whether in this backward no code but the loss has a part in the gradient of the FP32 tensors.
 
         Hooks receive it in FP32, gradients of other functions are added in FP32, and `torch.autograd.grad` returns it.
         """
-        return self.place is not None and self._upcast.is_alone()
+        return self.place is not None and self._extension.is_alone()
+
+    def may_write(self, saved: Tensor) -> bool:
+        """Tell whether after this backward nobody can read `saved`, so that the gradient may take its memory."""
+        return self._extension is not None and self._writes and self._extension.is_private(saved)
+
+
+def in_extension() -> Any:
+    """Return the extension's class of logits; None without the extension, or if it was built from older sources."""
+    return getattr(multi_tensor.extension(), "Logits", None)
 
 
 def source_of(logits: Tensor) -> Source | None:
-    """Return what `logits`, or the tensor of which they are a view or a slice, were cast from; None if they were not.
+    """Return the source of low-precision logits, or of FP32 ones that were cast from such; None of others.
 
-    The node of the cast tells it. A write that autograd knows puts another node there. One without a gradient
-    (`torch.no_grad`, `data`) changes the values alone, and the loss reads these from `logits`.
+    The node of the cast tells it, which may be behind views and slices. A write that autograd knows puts another node
+    there. One without a gradient (`torch.no_grad`, `data`) changes the values alone, and the loss reads these.
     """
+    if logits.dtype in LOW_PRECISION:
+        return Source(logits, None)
     views: list[Any] = []
     node: Any = logits.grad_fn
     while node is not None and (name := node.name()) != _CAST:

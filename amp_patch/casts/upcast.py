@@ -115,12 +115,12 @@ def _may_exchange_saved() -> bool:
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()  # before `is_plain_eager`, which torch 2.6 cannot trace
         and is_plain_eager()
-        and _TOPMOST is not None
+        and TOPMOST is not None
         and not other_hooks()
     )
 
 
-_TOPMOST = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
+TOPMOST = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
 
 
 def other_hooks() -> bool:
@@ -130,5 +130,5 @@ def other_hooks() -> bool:
     """
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return True
-    top = None if _TOPMOST is None else _TOPMOST(False)
+    top = None if TOPMOST is None else TOPMOST(False)
     return top is not None and not getattr(top[0], "_amp_counts", False)

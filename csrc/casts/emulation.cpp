@@ -89,6 +89,13 @@ struct Wide {
     return {low.sizes(), c10::contiguous_strides(low.sizes()), low.numel()};
   }
 
+  // An FP32 copy of `low`, with its strides or in their order.
+  static Wide of(const Tensor& low) {
+    Wide wide(low.sizes(), at::infer_dense_strides(low.sizes(), low.strides()), low.numel());
+    wide.tensor.copy_(low);
+    return wide;
+  }
+
   Tensor buffer, tensor;
 };
 
@@ -99,6 +106,40 @@ int64_t elements_of_product(const Tensor& a, const Tensor& b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Large products of two matrices
+
+constexpr int64_t LARGE = 4LL << 20;  // elements, 16 MiB in FP32
+constexpr int64_t BLOCK = 1LL << 20;
+constexpr int64_t LEAST = 64;  // rows or columns of a block: with fewer, reading the other operand takes most of the time
+
+// Returns `a` @ `b`, plus `bias` of one dimension if it is defined, rounded once. Blocks of the larger operand, and of
+// the result, are in FP32 at a time. FP32 copies of both would be the peak of a language model's memory.
+Tensor product_in_blocks(const Tensor& a, const Tensor& b, const Tensor& bias) {
+  const bool rows = a.numel() >= b.numel();
+  const Tensor& cut = rows ? a : b;
+  const Wide other = Wide::of(rows ? b : a);
+  const int64_t dim = rows ? 0 : 1, length = cut.size(dim);
+  const int64_t most = std::max({a.size(1), rows ? b.size(1) : a.size(0), int64_t(1)});
+  const int64_t step = std::max(BLOCK / most, LEAST);
+  Tensor result = at::empty({a.size(0), b.size(1)}, a.options());
+  for (int64_t start = 0; start < length; start += step) {
+    const int64_t count = std::min(step, length - start);
+    const Wide part = Wide::of(cut.narrow(dim, start, count));
+    Tensor into = result.narrow(dim, start, count);
+    Wide sum(into.sizes(), c10::contiguous_strides(into.sizes()), into.numel());
+    const Tensor &left = rows ? part.tensor : other.tensor, &right = rows ? other.tensor : part.tensor;
+    if (!bias.defined()) {
+      at::mm_out(sum.tensor, left, right);
+    } else {
+      const Tensor wide = bias.to(at::kFloat);
+      at::addmm_out(sum.tensor, rows ? wide : wide.narrow(0, start, count), left, right);
+    }
+    into.copy_(sum.tensor);
+  }
+  return result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The kernel
 
 class Product final : public c10::OperatorKernel {
@@ -106,6 +147,8 @@ class Product final : public c10::OperatorKernel {
   Product(const c10::OperatorHandle& op, std::vector<int64_t> fp32_results, bool mixes, bool writes_out, bool anywhere)
       : fp32_results_(std::move(fp32_results)), mixes_(mixes), anywhere_(anywhere) {
     const auto& arguments = op.schema().arguments();
+    is_mm_ = writes_out && op.schema().name() == "aten::mm";
+    is_addmm_ = writes_out && op.schema().name() == "aten::addmm";
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].name() == "dtype") dtype_ = i;
     }
@@ -123,6 +166,11 @@ class Product final : public c10::OperatorKernel {
     RECORD_FUNCTION("amp_patch::emulated", {});  // shows in users' profiles which ops are emulated
     ++emulated_calls;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (const auto large = large_product(stack->data() + first); large.defined()) {
+      torch::jit::drop(*stack, arguments.size());
+      stack->emplace_back(large);
+      return;
+    }
     std::vector<Wide> wide;
     wide.reserve(arguments.size() + 1);
     std::vector<std::pair<Tensor, size_t>> written;  // an argument, and the index in `wide` of its replacement
@@ -173,6 +221,17 @@ class Product final : public c10::OperatorKernel {
     return anywhere_ || emulates_here(*low) ? low : std::nullopt;
   }
 
+  // The result of a large `mm`, or of an `addmm` with one bias for all rows; undefined for other calls.
+  Tensor large_product(const c10::IValue* values) const {
+    if (is_addmm_ ? !(values[3].toScalar().equal(1) && values[4].toScalar().equal(1)) : !is_mm_) return {};
+    const Tensor bias = is_addmm_ ? values[0].toTensor() : Tensor();
+    const Tensor &a = values[is_addmm_].toTensor(), &b = values[is_addmm_ + 1].toTensor();
+    if ((bias.defined() && bias.dim() != 1) || a.dim() != 2 || b.dim() != 2 || a.size(1) != b.size(0)) return {};
+    if (bias.defined() && bias.size(0) != b.size(1)) return {};
+    const bool is_large = std::max({a.numel(), b.numel(), a.size(0) * b.size(1)}) > LARGE;
+    return is_large ? product_in_blocks(a, b, bias) : Tensor();
+  }
+
   void round(c10::IValue& value, size_t index, ScalarType low, const std::vector<Wide>& wide,
              const std::vector<std::pair<Tensor, size_t>>& written) const {
     if (!value.isTensor()) return;
@@ -194,7 +253,7 @@ class Product final : public c10::OperatorKernel {
 
  private:
   std::vector<int64_t> fp32_results_;
-  bool mixes_, anywhere_;
+  bool mixes_, anywhere_, is_mm_, is_addmm_;
   size_t dtype_ = size_t(-1);
   std::optional<c10::OperatorHandle> out_;
 };

@@ -1,32 +1,98 @@
-// The place in autograd's graph of a low-precision tensor that was cast to FP32, found from the FP32 tensor.
-// amp_patch/casts/sources.py finds the nodes between both, and says when a gradient may go around them.
+// The logits of a loss: what its backward reads, and the place in autograd's graph where it returns a gradient.
+// amp_patch/casts/sources.py finds the nodes between logits and a cast, and says when a gradient may go around them.
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include <algorithm>
-#include <type_traits>
+#include <array>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 namespace amp_patch {
 namespace {
 
-class Upcast {
+using at::Tensor;
+namespace impl = torch::autograd::impl;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The last casts to FP32 of this thread
+
+// A cast on a CPU. Both tensors are referenced weakly: without other references, their memory is freed.
+struct Cast {
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> wide;
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> low;
+  uint32_t version = 0;  // of the low tensor
+};
+
+thread_local std::array<Cast, 8> casts;
+thread_local size_t newest = 0;
+
+// The kernel of `_to_copy` at a key below autograd, at which torch has none for it.
+Tensor to_copy(c10::DispatchKeySet keys, const Tensor& self, std::optional<at::ScalarType> dtype,
+               std::optional<at::Layout> layout, std::optional<at::Device> device, std::optional<bool> pinned,
+               bool non_blocking, std::optional<at::MemoryFormat> format) {
+  constexpr c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::ADInplaceOrView);
+  Tensor wide =
+      at::_ops::_to_copy::redispatch(keys & below, self, dtype, layout, device, pinned, non_blocking, format);
+  const auto type = self.scalar_type();
+  const auto own = self.key_set();
+  if (dtype != at::kFloat || (type != at::kHalf && type != at::kBFloat16) || own.has(c10::DispatchKey::Python) ||
+      !own.has(c10::DispatchKey::CPU) || !wide.is_cpu() || self.is_inference() || self.strides() != wide.strides()) {
+    return wide;
+  }
+  newest = (newest + 1) % casts.size();
+  casts[newest] = Cast{wide.storage().getWeakStorageImpl(),
+                       c10::weak_intrusive_ptr<c10::TensorImpl>(self.getIntrusivePtr()), uint32_t(self._version())};
+  return wide;
+}
+
+std::unique_ptr<torch::Library> registered;
+
+void note_casts(bool on) {
+  registered.reset();
+  if (!on) return;
+  registered = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::ADInplaceOrView,
+                                                __FILE__, __LINE__);
+  registered->impl("_to_copy", TORCH_FN(to_copy));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// A tensor of its own in the memory of `of`, with its counter of writes, and not in autograd's graph.
+Tensor alias(const Tensor& of, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Tensor result = of.as_strided(sizes, strides, offset);
+  impl::set_version_counter(result, impl::version_counter(of));
+  return result;
+}
+
+class Logits {
  public:
-  // `wide` is the FP32 tensor, or was made of it by operations with a node each, of one input: `views` of them.
-  Upcast(const at::Tensor& wide, int64_t views) : last_(wide.grad_fn()) {
-    for (auto* node = last_.get(); views >= 0; --views, node = node->next_edge(0).function.get())
+  // Before `logits` were `views` operations with a node each, of one input, and then a cast; -1: there was no cast.
+  Logits(const Tensor& logits, int64_t views) : edge_(impl::gradient_edge(logits)) {
+    for (auto* node = edge_.function.get(); views >= 0; --views, node = node->next_edge(0).function.get())
       nodes_.push_back(node);
   }
 
-  // A tensor at the place of the low-precision one, of its shape and type, with one element of memory.
-  at::Tensor place() const {
+  // A tensor at the place of the cast's operand, of its shape and type, with one element of memory.
+  Tensor place() const {
     const auto edge = nodes_.back()->next_edge(0);
     const auto& like = edge.function->input_metadata(edge.input_nr);
     auto result = at::empty({}, like.options()).expand_symint(like.shape_as_dim_vector());
-    torch::autograd::impl::set_gradient_edge(result, edge);
+    impl::set_gradient_edge(result, edge);
+    return result;
+  }
+
+  // `values` at the place of the logits.
+  Tensor attached(const Tensor& values) const {
+    Tensor result = values.detach();
+    impl::set_gradient_edge(result, edge_);
     return result;
   }
 
@@ -51,17 +117,49 @@ class Upcast {
   }
 
  private:
-  std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())> last_;  // owns the nodes behind it
-  std::vector<torch::autograd::Node*> nodes_;                          // from `last_` to the cast
+  torch::autograd::Edge edge_;                // owns the nodes
+  std::vector<torch::autograd::Node*> nodes_;  // from the logits' to the cast's
 };
+
+// What a loss saves of its logits. Its memory is freed, or may be written, when nothing else has it.
+Tensor saved(const Tensor& logits) {
+  return alias(logits, logits.sizes(), logits.strides(), logits.storage_offset());
+}
+
+// The low-precision tensor in the shape of its FP32 copy `wide`, if it is alive and was not written since the cast.
+std::optional<Tensor> low_of(const Tensor& wide) {
+  for (const Cast& cast : casts) {
+    if (!cast.wide.has_value()) continue;
+    const auto storage = cast.wide->lock();
+    if (storage.get() != wide.storage().unsafeGetStorageImpl()) continue;
+    const Tensor low(cast.low->lock());
+    if (!low.defined() || low._version() != cast.version || size_t(low.numel()) * sizeof(float) != storage->nbytes())
+      return {};
+    return alias(low, wide.sizes(), wide.strides(), low.storage_offset() + wide.storage_offset());
+  }
+  return {};
+}
+
+// Whether the memory of `saved`, which has come from `saved()`, is of no use after this call of a backward.
+bool is_private(const Tensor& saved) {
+  const auto& storage = saved.storage();
+  return saved.is_cpu() && !torch::autograd::get_current_graph_task_keep_graph() && storage.use_count() == 1 &&
+         storage.resizable() && storage.allocator() == c10::GetAllocator(c10::kCPU) &&
+         saved.is_non_overlapping_and_dense();
+}
 
 }  // namespace
 
 void bind_upcasts(py::module_& m) {
-  py::class_<Upcast>(m, "Upcast")
-      .def(py::init<const at::Tensor&, int64_t>())
-      .def("place", &Upcast::place)
-      .def("is_alone", &Upcast::is_alone);
+  py::class_<Logits>(m, "Logits")
+      .def(py::init<const Tensor&, int64_t>())
+      .def("place", &Logits::place)
+      .def("attached", &Logits::attached)
+      .def("is_alone", &Logits::is_alone)
+      .def_static("saved", &saved)
+      .def_static("low_of", &low_of)
+      .def_static("is_private", &is_private)
+      .def_static("note_casts", &note_casts);
 }
 
 }  // namespace amp_patch

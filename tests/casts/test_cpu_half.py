@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training import SGD
 
-from amp_patch import amp
+from amp_patch import amp, multi_tensor
 from amp_patch.casts import cpu_half, regions
+from amp_patch.casts.wrappers import backend
 from amp_patch.training.training import trainings
 
 
@@ -133,6 +134,31 @@ SLOW: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "unfold": (lambda x: F.unfold(x, 2), [(1, 2, 4, 4)]),
     "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), [(1, 2, 4, 4, 4)]),
 }
+
+
+@crossed({"rows": [2100, 2003], "transposed": [False, True], "bias": [False, True]}, meet=1)
+def test_large_products_are_computed_in_blocks(rows, transposed, bias, installed):
+    policy = only_emulates(FP16)
+    integers = torch.Generator().manual_seed(0)  # whole numbers, of which FP32 sums are exact
+    shapes = [(rows, 3), (2101, 3), (2101,)]
+    x, weight, b = (torch.randint(-3, 4, shape, generator=integers).to(policy.dtype) for shape in shapes)
+    if transposed:
+        x = x.t().contiguous().t()
+    inputs = [each.requires_grad_() for each in ([x, weight, b] if bias else [x, weight])]
+    grad = torch.randint(-3, 4, (rows, 2101), generator=integers).to(policy.dtype)
+    wide = [each.detach().float().requires_grad_() for each in inputs]
+    wanted = F.linear(*wide)
+    wanted.backward(grad.float())
+    if in_cpp := backend() == "cpp":
+        multi_tensor.extension().casts.free_scratch()
+    with regions.region(policy), torch.profiler.profile(profile_memory=True) as profile:
+        result = F.linear(*inputs)
+        result.backward(grad)
+    sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert max(sizes) == (result.nbytes if in_cpp else 2 * result.nbytes)
+    assert torch.equal(result, wanted.to(policy.dtype))
+    for mine, theirs in zip(inputs, wide, strict=True):
+        assert torch.equal(mine.grad, theirs.grad.to(policy.dtype))
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])

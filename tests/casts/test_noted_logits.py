@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,12 +54,12 @@ def batch(device: str) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, 4, generator=generator).to(device), target.to(device)
 
 
-def large_types(loss: Callable[[], Tensor]) -> tuple[Tensor, set[torch.dtype]]:
+def large_types(loss: Callable[[], Tensor], rows: int = ROWS) -> tuple[Tensor, set[torch.dtype]]:
     """Return `loss()`, and the types in which it saves the logits."""
     found = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.numel() == ROWS * CLASSES:
+        if tensor.numel() == rows * CLASSES:
             found.add((tensor.dtype, tensor.data_ptr()))
         return tensor
 
@@ -264,3 +266,118 @@ def test_a_script_s_own_copy_has_torch_s_gradient_to_the_bit(wrappers, level, in
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
     if multi_tensor.extension() is not None:
         assert any(went) is goes_around
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What autograd saves, and the memory of the gradient
+
+
+in_cpp = pytest.mark.skipif(multi_tensor.extension() is None, reason="plain torch saves the logits themselves")
+HELD: dict[
+    str, tuple[Callable[[Tensor], Any], bool]
+] = {  # what user code holds -> whether the gradient is written there
+    "nothing": (lambda y: None, True),
+    "a weak reference": (weakref.ref, True),
+    "the logits": (lambda y: y, False),
+    "a view": (lambda y: y[:, :1], False),
+    "a detached tensor": (lambda y: y.detach(), False),
+    "the memory": (lambda y: y.untyped_storage(), False),
+    "a function's saved tensor": (lambda y: y.sigmoid().square().sum() + y.square().sum(), False),
+}
+
+
+@in_cpp
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("shape", [(ROWS, CLASSES), (3, CLASSES, 4), (2, CLASSES, 2, 3)])
+def test_the_gradient_is_written_over_logits_that_nobody_can_read(kind, shape):
+    amp.initialize(nn.Linear(1, 1), opt_level="O4")
+    hold, is_written = HELD[kind]
+    low = torch.randn(shape).bfloat16()
+    target = torch.randint(CLASSES, low[:, 0].shape)
+    leaf = low.clone().requires_grad_()
+    wide = low.float().requires_grad_()
+    torchs(wide, target).backward()
+    logits = leaf * 1
+    grads: list[Tensor] = []
+    logits.register_hook(grads.append)
+    address, held = logits.data_ptr(), hold(logits)
+    loss = functional.cross_entropy(logits, target)
+    del logits
+    loss.backward()
+    assert (grads[0].data_ptr() == address) is is_written
+    assert torch.equal(leaf.grad, wide.grad.bfloat16())
+    if isinstance(held, Tensor) and held.shape == low.shape:
+        assert torch.equal(held, low)
+
+
+@in_cpp
+def test_a_graph_that_is_kept_and_saved_tensor_hooks_keep_the_logits():
+    amp.initialize(nn.Linear(1, 1), opt_level="O4")
+    low, target = torch.randn(ROWS, CLASSES).bfloat16(), torch.arange(ROWS)
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    for hooks in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)):
+        leaf = low.clone().requires_grad_()
+        logits = leaf * 1
+        with hooks:
+            loss = functional.cross_entropy(logits, target)
+        del logits
+        found = [torch.autograd.grad(loss, leaf, retain_graph=True)[0].clone() for _ in range(2)]
+        assert torch.equal(*found)
+        loss.backward()
+        assert torch.equal(leaf.grad, found[0])
+    assert any(torch.equal(tensor, low) for tensor in kept)
+
+
+@in_cpp
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_the_low_precision_logits_are_saved_while_user_code_holds_them(level, inside):
+    x, target = batch("cpu")
+    held: list[Tensor] = []
+
+    def script(logits: Tensor, target: Tensor) -> Tensor:
+        held.append(logits)
+        return functional.cross_entropy(logits.float()[1:].view(-1, CLASSES), target[1:])
+
+    model = amp.initialize(Model(script if inside else None), opt_level=level)
+    loss, saved = large_types(lambda: model(x, target) if inside else script(model(x, target), target), ROWS - 1)
+    assert saved == {held[0].dtype}
+    wide = held[0].detach().float().requires_grad_()
+    torchs(wide[1:], target[1:]).backward()
+    (found,) = torch.autograd.grad(loss, held[0], retain_graph=True)
+    assert torch.equal(found, wide.grad.to(found.dtype))
+    loss = functional.cross_entropy(held[0].float(), target)  # without hooks, under which autograd sees no writes
+    with torch.no_grad():
+        held[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def edited_low(y: Tensor) -> Tensor:
+    wide = y.float()
+    y.data.mul_(2)
+    return wide
+
+
+@pytest.mark.parametrize(
+    "copy", [lambda y: edited(y.float()), edited_low, lambda y: y.float(), lambda y: y.float()[1:]]
+)
+def test_second_derivatives_and_writes_by_way_of_data_beside_low_precision_logits(copy):
+    amp.initialize(nn.Linear(1, 1), opt_level="O4")
+    results = []
+    for call in (functional.cross_entropy, torchs):
+        torch.manual_seed(0)
+        leaf = torch.randn(ROWS, CLASSES).bfloat16().requires_grad_()
+        logits = leaf * 1
+        wide = copy(logits)
+        loss = call(wide, torch.arange(len(wide)))
+        (first,) = torch.autograd.grad(loss, wide, retain_graph=True, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), wide, retain_graph=True)
+        loss.backward()
+        results.append((loss, first, second, leaf.grad))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
