@@ -52,11 +52,6 @@ def float_function(function: Decorated) -> Decorated:
     return _decorate(function, "user_fp32", float_function)
 
 
-def bfloat16_function(function: Decorated) -> Decorated:
-    """Decorate as `half_function` does, but cast to bfloat16, whatever the policy's type. Source: ROCm's Apex."""
-    return _decorate(function, "user_bfloat16", bfloat16_function)
-
-
 def promote_function(function: Decorated) -> Decorated:
     """Decorate as `half_function` does, but cast floating arguments to the widest floating type among them."""
     return _decorate(function, "user_widest", promote_function)
@@ -93,11 +88,6 @@ def register_half_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """Register as `register_half_function` does, with the rule of `float_function`."""
     register(module, name, "user_fp32", "register_float_function")
-
-
-def register_bfloat16_function(module: Any, name: str) -> None:
-    """Register as `register_half_function` does, with the rule of `bfloat16_function`."""
-    register(module, name, "user_bfloat16", "register_bfloat16_function")
 
 
 def register_promote_function(module: Any, name: str) -> None:

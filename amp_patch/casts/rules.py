@@ -436,13 +436,6 @@ _TABLE = (
     Rule("mixed_fp32", _mixed_fp32, shown="widest (mixed_fp32)", in_cpp=True),
     Rule("in_place_fp32", _in_place_fp32, shown="fp32 (in place)"),
     Rule("user_lower", _user(_lowered), shown="lower", registered_by=_HALF, for_users=True),
-    Rule(
-        "user_bfloat16",
-        _user(_lowered, _BFLOAT16),
-        shown="lower",
-        registered_by="register_bfloat16_function",
-        for_users=True,
-    ),
     Rule("user_fp32", _user(_raised, _FLOAT32), shown="fp32", registered_by="register_float_function", for_users=True),
     Rule("user_widest", _user_promote, shown="widest", registered_by="register_promote_function", for_users=True),
 )

@@ -19,8 +19,6 @@ DIFFERENCES = {
     "one skips steps too",
     r"apex\.amp\.disable_casts": "acts on its own thread only; works at every level",
     r"apex\.amp\.(register_)?(half_|float_|promote_)function": "act at any time, before initialize and after it",
-    r"apex\.amp\.(register_)?(bfloat16_)function": "ROCm's; to bfloat16 at every level, while half_function casts to "
-    "the type of the level",
     r"apex\.amp\.init": "verbose prints no casts; weights are cast once a forward in any case",
     r"apex\.amp\.handle\.(AmpHandle|NoOpHandle)": "enable_caching=False changes nothing",
     r"apex\.amp\.lists\.\w+\.\w+": "hold torch's newer functions as well; edits act from the next initialize on, those "

@@ -143,19 +143,6 @@ def test_l2norm_scale_and_unscale_l2norm(device):
     assert same(grads, before) and flag.item() == 0
 
 
-@pytest.mark.parametrize("norm_type", [0, 2])
-def test_norm_out_blends(norm_type):
-    grads, flag = tensors(), buffer()
-    out = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    norms = torch.stack([t.abs().max() if norm_type == 0 else t.norm() for t in grads])
-    wanted = 0.9 * out + 0.1 * norms if norm_type == 0 else (0.9 * out**2 + 0.1 * norms**2).sqrt()
-    amp_C.multi_tensor_norm_out(CHUNK, flag, [grads], out, 0.9, 0.1, norm_type)
-    assert torch.allclose(out, wanted) and flag.item() == 0
-    grads[3][0] = math.inf
-    amp_C.multi_tensor_norm_out(CHUNK, flag, [grads], out, 0.9, 0.1, norm_type)
-    assert flag.item() == 1
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is wrong with a call
 
@@ -172,11 +159,6 @@ def test_norm_out_blends(norm_type):
             lambda: amp_C.multi_tensor_l2norm(CHUNK, torch.zeros(2), [tensors()]),
             TypeError,
             "multi_tensor_l2norm: noop_flag is .* a tensor of one element is wanted",
-        ),
-        (
-            lambda: amp_C.multi_tensor_norm_out(CHUNK, buffer(), [tensors()], torch.zeros(2), 0.9, 0.1, 2),
-            ValueError,
-            r"multi_tensor_norm_out: the norms have shape \[2\], \[4\] is wanted",
         ),
     ],
 )
@@ -197,7 +179,6 @@ def test_lists_of_nothing_are_legal(name):
         "l2norm_mp": (),
         "l2norm_scale": (1.0,),
         "unscale_l2norm": (one,),
-        "norm_out": (none, 0.9, 0.1, 2),
         "sgd": (0.1, 0.9, 0.0, 0.1, False, True, False, 1.0),
         "adam": (0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.1),
         "adam_capturable": (one, 0.9, 0.9, 1e-8, one, 1, 1, 0.1, one),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +21,7 @@ from training import linear, mm_dtype
 INF = float("inf")
 
 
-# --- ROCm: the type of the patched functions is the level's -----------------------------------------------------------
+# --- ROCm ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_type_of_the_patched_functions_is_refused(amp):
@@ -33,37 +31,6 @@ def test_a_type_of_the_patched_functions_is_refused(amp):
     with pytest.raises(TypeError, match="patch_type"):
         amp.init(patch_type=torch.bfloat16)
     assert mm_dtype() is torch.float32
-
-
-@pytest.mark.parametrize("level", ["O1", "O4", "O2"])
-def test_bfloat16_functions_are_bf16_at_every_level_that_casts(amp, wrappers, level):
-    @amp.bfloat16_function
-    def decorated(a, *, b):
-        return a.dtype, b[0].dtype
-
-    class Theirs:
-        def function(a):
-            return a.dtype
-
-    amp.register_bfloat16_function(Theirs, "function")
-    ones, low = torch.ones(2), torch.bfloat16 if level in ("O1", "O4") else torch.float32
-    assert decorated(ones, b=[ones]) == (torch.float32, torch.float32)
-    make(amp, level)
-    assert decorated(ones, b=[ones]) == (low, low) and Theirs.function(ones) is low
-    assert decorated(ones.double(), b=[ones.int()]) == (torch.float64, torch.int32)
-    assert pickle.loads(pickle.dumps(amp.bfloat16_function(torch.neg)))(ones).dtype is low
-    half = amp.half_function(lambda a: a.dtype)(ones)
-    assert half is {"O1": torch.float16, "O4": torch.bfloat16, "O2": torch.float32}[level]
-
-
-@pytest.mark.parametrize(("level", "acts"), [("O1", False), ("O4", True)])
-def test_edits_of_the_bf16_lists_act_in_bf16(amp, monkeypatch, level, acts):
-    lists = importlib.import_module("apex.amp.lists.torch_overrides")
-    assert lists.BFLOAT16_FUNCS == lists.FP16_FUNCS and "mm" in lists.BFLOAT16_FUNCS
-    monkeypatch.setattr(lists, "BFLOAT16_FUNCS", [*(n for n in lists.BFLOAT16_FUNCS if n != "mm"), "sigmoid"])
-    make(amp, level)
-    assert torch.sigmoid(torch.ones(2)).dtype is (torch.bfloat16 if acts else torch.float32)
-    assert mm_dtype() is (torch.float32 if acts else torch.float16)
 
 
 # --- Huawei: combine_ddp ---------------------------------------------------------------------------------------------

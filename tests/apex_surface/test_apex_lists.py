@@ -219,7 +219,7 @@ def test_the_lists_name_what_apex_named(owner: str) -> None:
 def test_edits_act(monkeypatch: pytest.MonkeyPatch) -> None:
     functional, tensor = lists.functional_overrides, lists.tensor_overrides
     x, half = torch.rand(3, 3), torch.rand(3, 3).half()
-    lists.register_edits(torch.float16)
+    lists.register_edits()
     assert not install._registered, "no edit, nothing to register"
 
     monkeypatch.setattr(functional, "FP16_FUNCS", [*functional.FP16_FUNCS, "relu", "function_of_tomorrow"])
@@ -228,7 +228,7 @@ def test_edits_act(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "CASTS", [*tensor.CASTS, "sub"])
     functional.FP16_FUNCS.remove("linear")
     functional.FP32_FUNCS.remove("softmin")
-    lists.register_edits(torch.float16)
+    lists.register_edits()
     with inside:
         assert F.relu(x).dtype is HALF and F.gelu(half).dtype is FULL and F.linear(half, x).dtype is FULL
         assert F.binary_cross_entropy(half, half).dtype is HALF and F.softmin(half, dim=0).dtype is HALF

@@ -5,23 +5,19 @@ from __future__ import annotations
 from amp_patch.apex.amp._amp_state import _amp_state
 from amp_patch.apex.amp.handle import AmpHandle, NoOpHandle
 from amp_patch.casts.functions import (
-    bfloat16_function,
     float_function,
     half_function,
     promote_function,
-    register_bfloat16_function,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
 
 __all__ = [
-    "bfloat16_function",
     "float_function",
     "half_function",
     "init",
     "promote_function",
-    "register_bfloat16_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",

@@ -169,7 +169,7 @@ def initialize(
     options = _without_contradictions(opt_level, vars(given))
     combines = _forks.combines(combine_ddp)
     policy = _resolved(opt_level, options)
-    register_edits(policy.dtype)
+    register_edits()
     out = initialize_as(dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods)
     _present_newest_training(verbosity, min_loss_scale, max_loss_scale, combines)
     return out

@@ -93,7 +93,7 @@ class AmpHandle:
                 )
             self._policy = resolve_cpu_half(replace(policy, op_lists="apex"), on_cpu=True)
             if policy.patch_torch_functions:
-                register_edits(self._policy.dtype)
+                register_edits()
                 install.install("apex")
                 emulate(self._policy)
             casts_state.set_default(self._policy)

@@ -12,7 +12,7 @@ from amp_patch.apex.amp_C.arguments import Lists, flag_of, lists_of, multiplied,
 from amp_patch.optimizers.novograd import NORMS, blend_norms, norms_of
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_l2norm_mp", "multi_tensor_l2norm_scale"]
-__all__ += ["multi_tensor_norm_out", "multi_tensor_scale", "multi_tensor_unscale_l2norm", "update_scale_hysteresis"]
+__all__ += ["multi_tensor_scale", "multi_tensor_unscale_l2norm", "update_scale_hysteresis"]
 
 _CHECK: dict[int, Literal["both", "x", "y"]] = {-1: "both", 0: "x", 1: "y"}
 
@@ -105,23 +105,14 @@ def multi_tensor_unscale_l2norm(
     return _norms("multi_tensor_unscale_l2norm", noop_flag, x, per_tensor)
 
 
-@torch.no_grad()
-def multi_tensor_norm_out(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, out: Tensor, alpha: float, beta: float, norm_type: int
-) -> None:
-    """Blend the norm of each tensor of [x] into `out`, shape [len(x)], in place; sets the flag if one is not finite.
-
-    For norm_type 2, the 2-norm, `out = sqrt(alpha * out**2 + beta * norm**2)`. For norm_type 0, the largest absolute
-    value, `out = alpha * out + beta * norm`.
-    """
-    (x,) = lists_of("multi_tensor_norm_out", tensor_lists, "x")
-    blend_into("multi_tensor_norm_out", noop_flag, x, out, alpha, beta, norm_type)
-
-
 def blend_into(
     name: str, noop_flag: Tensor, x: list[Tensor], out: Tensor, alpha: float, beta: float, norm_type: int
 ) -> None:
-    """Do `multi_tensor_norm_out`. Errors begin with `name`."""
+    """Blend the norm of each tensor of `x` into `out`, shape [len(x)], in place; set the flag if one is not finite.
+
+    For norm_type 2, the 2-norm, `out = sqrt(alpha * out**2 + beta * norm**2)`. For norm_type 0, the largest absolute
+    value, `out = alpha * out + beta * norm`. Errors begin with `name`.
+    """
     if norm_type not in NORMS:
         raise ValueError(f"{name}: norm_type={norm_type!r}, wanted 2 (the 2-norm) or 0 (the largest absolute value)")
     if out.shape != (len(x),):

@@ -2,15 +2,12 @@
 
 The lists are made from `amp_patch.casts.oplists` in Apex's variant. So they have the names on Apex's lists, and names
 that are newer than Apex. An edit acts from the next `initialize` or `init` on, which calls `register_edits`. FP16_FUNCS
-applies to trainings in FP16 and BF16, as scripts for NVIDIA's Apex expect. BFLOAT16_FUNCS, which ROCm has added,
-applies to trainings in BF16 only.
+applies to trainings in FP16 and BF16, as scripts for NVIDIA's Apex expect.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-
-import torch
 
 from amp_patch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from amp_patch.apex.amp.lists._from_oplists import KINDS, names
@@ -20,27 +17,24 @@ __all__ = ["functional_overrides", "tensor_overrides", "torch_overrides"]
 
 _REGISTER = {
     "FP16_FUNCS": functions.register_half_function,
-    "BFLOAT16_FUNCS": functions.register_half_function,
     "FP32_FUNCS": functions.register_float_function,
     "CASTS": functions.register_promote_function,
 }
 
 
-def register_edits(dtype: torch.dtype) -> None:
+def register_edits() -> None:
     """Register functions that user code has added to the lists, and stop the casts of functions that it has removed.
 
-    `dtype` is the low-precision type of the training that begins. As in Apex, a name that torch does not have is
-    skipped. A function is registered as by `casts.register_half_function` and similar functions: for every policy of
-    the process, and also after the list is edited back. Edits of SEQUENCE_CASTS, and of the message of a banned
-    function, have no effect.
+    As in Apex, a name that torch does not have is skipped. A function is registered as by
+    `casts.register_half_function` and similar functions: for every policy of the process, and also after the list is
+    edited back. Edits of SEQUENCE_CASTS, and of the message of a banned function, have no effect.
     """
     for module in (functional_overrides, torch_overrides, tensor_overrides):
-        _register_edits(module, dtype)
+        _register_edits(module)
 
 
-def _register_edits(module: ModuleType, dtype: torch.dtype) -> None:
-    low = ("FP16_FUNCS", "BFLOAT16_FUNCS") if dtype is torch.bfloat16 else ("FP16_FUNCS",)
-    kinds = [kind for kind in KINDS if hasattr(module, kind) and (kind in low or kind != "BFLOAT16_FUNCS")]
+def _register_edits(module: ModuleType) -> None:
+    kinds = [kind for kind in KINDS if hasattr(module, kind)]
     made = {kind: set(names(module.ADDRESS, kind)) for kind in kinds}
     edited = {kind: {_name(entry) for entry in getattr(module, kind)} for kind in kinds}
     for kind in _REGISTER.keys() & kinds:

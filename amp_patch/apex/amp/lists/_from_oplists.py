@@ -5,10 +5,9 @@ from __future__ import annotations
 from amp_patch.casts.oplists import rules_by_name
 from amp_patch.casts.rules import INSTEAD_OF_BANNED
 
-# Apex's list -> the rules of oplists.py whose functions are on it. BFLOAT16_FUNCS is ROCm's.
+# Apex's list -> the rules of oplists.py whose functions are on it.
 KINDS: dict[str, tuple[str, ...]] = {
     "FP16_FUNCS": ("lower", "product", "einsum", "fused", "rnn"),
-    "BFLOAT16_FUNCS": ("lower", "product", "einsum", "fused", "rnn"),
     "FP32_FUNCS": ("fp32", "loss", "norm", "direction", "inexact"),
     "CASTS": ("widest", "einsum_widest", "mixed_fp32"),
     "BANNED_FUNCS": ("banned",),
@@ -22,7 +21,7 @@ def names(address: str, kind: str) -> list[str]:
 
 
 def casts_of(address: str) -> tuple[list[str], ...]:
-    """Return FP16_FUNCS, BFLOAT16_FUNCS, FP32_FUNCS and CASTS of `address`."""
+    """Return FP16_FUNCS, FP32_FUNCS and CASTS of `address`."""
     return tuple(names(address, kind) for kind in KINDS if kind != "BANNED_FUNCS")
 
 

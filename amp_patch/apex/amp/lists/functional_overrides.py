@@ -6,10 +6,10 @@ import torch.nn.functional
 
 from amp_patch.apex.amp.lists._from_oplists import banned, casts_of
 
-__all__ = ["BANNED_FUNCS", "BFLOAT16_FUNCS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]
+__all__ = ["BANNED_FUNCS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]
 
 ADDRESS = "torch.nn.functional"
 MODULE = torch.nn.functional
 
-FP16_FUNCS, BFLOAT16_FUNCS, FP32_FUNCS, _ = casts_of(ADDRESS)
+FP16_FUNCS, FP32_FUNCS, _ = casts_of(ADDRESS)
 BANNED_FUNCS = banned(ADDRESS)

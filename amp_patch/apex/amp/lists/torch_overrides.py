@@ -6,10 +6,10 @@ import torch
 
 from amp_patch.apex.amp.lists._from_oplists import casts_of
 
-__all__ = ["BFLOAT16_FUNCS", "CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE", "SEQUENCE_CASTS"]
+__all__ = ["CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE", "SEQUENCE_CASTS"]
 
 ADDRESS = "torch"
 MODULE = torch
 
-FP16_FUNCS, BFLOAT16_FUNCS, FP32_FUNCS, CASTS = casts_of(ADDRESS)
+FP16_FUNCS, FP32_FUNCS, CASTS = casts_of(ADDRESS)
 SEQUENCE_CASTS = ["cat", "stack"]  # for display: torch promotes mixed types in these itself
