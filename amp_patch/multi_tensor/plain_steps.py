@@ -264,14 +264,13 @@ def fused_adam(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     *,
-    step: int | Tensor,
+    step: int,
     lr: Number,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     decoupled: bool,
     bias_correction: bool,
-    found_inf: Tensor | None = None,
 ) -> None:
     """Make a step of Adam (Kingma and Ba, arXiv:1412.6980) in place, or of AdamW (arXiv:1711.05101) if `decoupled`::
 
@@ -280,14 +279,13 @@ def fused_adam(
         p = p - lr * (m' / (sqrt(v') + eps) + weight_decay * p)
 
     If not `decoupled`, `weight_decay * p` is added to g instead. Without `bias_correction`, m' is m and v' is v. All
-    lists are on one device; params, exp_avgs and exp_avg_sqs are written. `found_inf` is a float32 tensor of one
-    element there: if it is 1, nothing changes. No sync.
+    lists are on one device; params, exp_avgs and exp_avg_sqs are written. No sync.
     """
     if not params:
         return
     count = _number(step if bias_correction else _FOREVER, params[0], torch.float32)
     if decoupled and weight_decay:
-        decay(params, lr * weight_decay, found_inf)
+        decay(params, lr * weight_decay)
     torch._fused_adam_(
         *(params, grads, exp_avgs, exp_avg_sqs, [], [count] * len(params)),
         lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
@@ -297,7 +295,6 @@ def fused_adam(
         eps=eps,
         amsgrad=False,
         maximize=False,
-        found_inf=found_inf,
     )
 
 

@@ -48,6 +48,7 @@ DIFFERENCES = {
     ),
     r"apex\.multi_tensor_apply\.(multi_tensor_applier|MultiTensorApply)": "available is True without the extension "
     "too; the chunk size has no effect",
+    r"amp_C\.multi_tensor_adam_capturable\w*": "is refused when it is called",
     r"amp_C\.multi_tensor_(sgd|adam|adagrad|novograd|lamb)\w*": "gradients are only read: Apex's multi_tensor_lamb "
     "leaves the update in them",
     r"amp_C\.\w+": "a product that overflows on its cast raises the flag too",

@@ -77,8 +77,7 @@ class AmpHandle:
         allow_banned: bool = False,
         training: Training | None = None,
     ) -> None:
-        self._enable_caching = enable_caching
-        self._verbose = verbose
+        self.has_cache, self.verbose = enable_caching, verbose
         self._training = training
         self._policy: Policy | None = None
         self._active = True
@@ -159,14 +158,6 @@ class AmpHandle:
     def remove_cache(self, param: Tensor) -> None:
         """Free the cached casts of all weights of this thread, that of `param` included."""
         casts_state.drop_cache()
-
-    @property
-    def has_cache(self) -> bool:
-        return self._enable_caching
-
-    @property
-    def verbose(self) -> bool:
-        return self._verbose
 
 
 class NoOpHandle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -77,23 +77,7 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Make a step of Adam (mode 0) or AdamW (mode 1) for the lists [grads, params, exp_avgs, exp_avg_sqs]."""
-    lists = lists_of("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
-    _adam(lists, None, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-
-
-def _adam(
-    lists: list[list[Tensor]],
-    skipped: Tensor | None,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int | Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    grads, *written = lists
+    grads, *written = lists_of("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     with computable(written, [grads]) as ((p, m, v), (g,)):
         fused_adam(
             *(p, g, m, v),
@@ -104,48 +88,18 @@ def _adam(
             weight_decay=weight_decay,
             decoupled=mode == 1,
             bias_correction=bool(bias_correction),
-            found_inf=skipped,
         )
 
 
-@torch.no_grad()
-def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-    *,
-    masters: bool = False,
-) -> None:
-    """Do `multi_tensor_adam` with gradients times `inv_scale`; lr, step and inv_scale are tensors on the device.
-
-    If the flag is set, nothing is written. `masters` makes `multi_tensor_adam_capturable_master` of it.
-    """
-    name = "multi_tensor_adam_capturable_master" if masters else "multi_tensor_adam_capturable"
-    wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", *(["masters"] if masters else []))
-    grads, params, *states = lists_of(name, tensor_lists, *wanted)
-    stepped = states.pop() if masters else params
-    skipped = skip_flag(name, noop_flag, stepped)
-    lists = [multiplied(grads, inv_scale, like=stepped), stepped, *states]
-    _adam(lists, skipped, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-    if masters:
-        publish_unless(stepped, params, skipped)
+def multi_tensor_adam_capturable(*_: Any, **__: Any) -> NoReturn:
+    """Raise: copies of Apex's FusedAdam read this name, and call it with `capturable=True` alone."""
+    raise NotImplementedError(
+        "multi_tensor_adam_capturable: not supported, since steps are counted on the host; use "
+        "torch.optim.AdamW(..., fused=True, capturable=True), or capturable=False"
+    )
 
 
-def multi_tensor_adam_capturable_master(*arguments: Any, **named: Any) -> None:
-    """Do `multi_tensor_adam_capturable` on masters: the lists are [grads, params, exp_avgs, exp_avg_sqs, masters].
-
-    The masters are stepped and rounded into params.
-    """
-    multi_tensor_adam_capturable(*arguments, **named, masters=True)
+multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
 @torch.no_grad()
