@@ -48,7 +48,7 @@ def enter() -> None:
     joints.beside_scale += [beside_scale]
     joints.of_state += [coded_steps.overrides]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
-    joints.check_models += [fsdp.check_shards, ddp.check_ddp, host_masters.check_models]
+    joints.check_models += [fsdp.check_shards, ddp.check_ddp]
     joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]
     joints.retyped += [ddp.reduce_anew]
     register_module_module_registration_hook(ddp.note_ddp)
@@ -71,7 +71,7 @@ def enter() -> None:
         per_parameter.register_asked,
         portions.check_lbfgs,
         coded_steps.check,
-        host_masters.check_optimizer,
+        host_masters.check,
     ]
     joints.check_group += [fsdp.check_group]
     joints.enter_optimizer += [

@@ -75,9 +75,10 @@ STAGES = {
         writes_json=False,
     ),
     "first": Stage(  # what no GPU has run
-        150,
+        159,
         {
             "look": ["benchmarks/first_look.py", "--device", "cuda"],
+            "offload": ["benchmarks/offload.py", "--device", "cuda", "--size", "100m"],
             "counts": [
                 "benchmarks/gpu_tests.py",
                 "--cuda",

@@ -13,6 +13,7 @@ from amp_patch import multi_tensor
 from amp_patch.masters import on_host
 from amp_patch.masters.grad_field import own_grad, plain_gradients, set_own_grad
 from amp_patch.masters.masters import link_of
+from amp_patch.masters.on_host import OnHost
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
@@ -110,7 +111,7 @@ def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside
     batches: dict[torch.device, _Batch] = defaultdict(_Batch)
     is_scaled = isinstance(inverse, Tensor)
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient), if one of the two is sparse
-    to_host: list[tuple[Tensor, Tensor, Tensor | None]] = []  # (param, master, gradient), the master on the host
+    to_host: list[tuple[Tensor, Tensor, Tensor, OnHost]] = []  # (param, master, gradient, transport)
     if is_scaled and not aside:
         pairs = list(pairs)
         grads = plain_gradients([param for param, master in pairs if param is master])
@@ -121,8 +122,8 @@ def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside
     for param, master in pairs:
         grad = own_grad(param)
         if on_host.used and param is not master and (link := link_of(param)) is not None and link.host is not None:
-            if grad is not None or link.host.freed() is not None:
-                to_host.append((param, master, grad))
+            if (grad := link.host.found(grad)) is not None:
+                to_host.append((param, master, grad, link.host))
             continue
         before = aside.get(param) if aside else None
         if grad is None or (param is master and inverse is None and before is None):
@@ -173,23 +174,19 @@ def _enter(param: Tensor, master: Tensor, grad: Tensor, batch: _Batch, sums: lis
 
 
 def _bring_to_host(
-    rows: list[tuple[Tensor, Tensor, Tensor | None]], inverse: Number | None, sums: list[tuple[Tensor, Tensor]]
+    rows: list[tuple[Tensor, Tensor, Tensor, OnHost]], inverse: Number | None, sums: list[tuple[Tensor, Tensor]]
 ) -> FoundInf:
-    """Check the gradients in rows (param, master, gradient) on the device; unscale copies of them on the host.
+    """Check the gradients in `rows` on the device; unscale copies of them on the host.
 
     Waits for the copies once. Returns the overflow flags, as `gather` does.
     """
-    found = check_finite([grad for _, _, grad in rows if grad is not None], inverse)
-    for _, master, _ in rows:
+    found = check_finite([grad for _, _, grad, _ in rows], inverse)
+    for _, master, *_ in rows:
         master.grad  # noqa: B018  # a deferred gradient becomes FP32: its memory is needed, or the sum of both
     factor = on_host.number(inverse) if isinstance(inverse, Tensor) else inverse
-    batch, copies = _Batch(), list[Tensor]()
-    for param, _, grad in rows:
-        link = link_of(param)
-        assert link is not None and link.host is not None
-        copies.append(link.host.fetch(grad))
+    batch, copies = _Batch(), [host.fetch(grad) for *_, grad, host in rows]
     on_host.arrive()
-    for (param, master, _), copied in zip(rows, copies, strict=True):
+    for (param, master, *_), copied in zip(rows, copies, strict=True):
         _enter(param, master, copied, batch, sums)
     batch.run(factor, torch.device("cpu"))
     return found

@@ -42,19 +42,14 @@ def can_wait() -> bool:
     return backends.active is not None
 
 
-def _is_freed(record: Record) -> bool:
-    return record.host is not None and record.host.freed() is not None
-
-
-def _may_go(param: Tensor, record: Record) -> bool:
-    """Tell whether a copy of the gradient of `param` on the host may be deferred, as its master's gradient."""
-    grad = record.host.freed() if (own := own_grad(param)) is None and record.host is not None else own
+def _may_go(param: Tensor, record: Record, grad: Tensor | None) -> bool:
+    """Tell whether a copy of `grad`, the gradient of `param`, may be deferred on the host; True if there is none."""
+    if grad is None:
+        return True
     master = record.master
-    if grad is None or record.host is None or type(grad) is not Tensor or GRAD.__get__(master) is not None:
-        return False
-    is_plain = grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg() or grad.is_conj())
-    is_alike = grad.dtype is param.dtype and grad.stride() == param.stride() == master.stride()
-    return is_plain and is_alike and master.requires_grad is param.requires_grad
+    is_plain = type(grad) is Tensor and grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg())
+    is_alike = is_plain and grad.dtype is param.dtype and grad.stride() == param.stride() == master.stride()
+    return is_alike and GRAD.__get__(master) is None and master.requires_grad is param.requires_grad
 
 
 class HalfGradients:
@@ -129,18 +124,21 @@ class HalfGradients:
         Returns:
             As `gather`. None, with nothing changed, if the gradients cannot be deferred.
         """
-        pairs = [(p, r) for p, r in zip(params, records, strict=True) if own_grad(p) is not None or _is_freed(r)]
-        if self._held or not all(_may_go(*pair) for pair in pairs):
+        hosts = [record.host for record in records if record.host is not None]
+        if self._held or len(hosts) < len(records):
             return None
-        found = check_finite([grad for p, _ in pairs if (grad := own_grad(p)) is not None], inverse)
-        halves = [r.host.fetch(own_grad(p)) for p, r in pairs if r.host is not None]
-        self.hold([record for _, record in pairs], halves)
-        drop_gradients([param for param, _ in pairs])
+        found = [host.found(own_grad(param)) for host, param in zip(hosts, params, strict=True)]
+        if not all(map(_may_go, params, records, found)):
+            return None
+        flags = check_finite([grad for grad in found if grad is not None], inverse)
+        halves = [host.fetch(grad) for host, grad in zip(hosts, found, strict=True) if grad is not None]
+        self.hold([record for record, grad in zip(records, found, strict=True) if grad is not None], halves)
+        drop_gradients(params)
         if isinstance(inverse, Tensor):
             self.factors.append(on_host.number(inverse))
         self._factors_of_norms = len(self.factors)
         self._first = TensorWeakRef(halves[0]) if halves else None
-        return found
+        return flags
 
     @whole
     def hold(self, records: list[Record], grads: list[Tensor]) -> None:

@@ -175,6 +175,8 @@ class Masters:
         """Free the gradients of earlier steps, and those that a body has set aside for its time."""
         for record in self.links.records:
             record.earlier = record.last = None
+            if on_host.used and record.host is not None:
+                record.host.forget(freed=True)  # what an exception has left behind
 
     def end_direct(self) -> None:
         """Unscale the gradients that a body's backward has left on the masters themselves; no sync."""

@@ -10,15 +10,17 @@ copies run on a stream of their own; the device's later work waits for weights o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch.support.blocks import without_grad
+from amp_patch.support.devices import by_device
 
 used = False  # whether any master of this process was on another device than its weight; if not, callers skip this file
 
@@ -36,25 +38,25 @@ class _Copies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        _all.append(self)
         self.device, self.waits, self._is_pending = device, 0, False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def queue(self) -> Iterator[None]:
-        """Run the copies of the block after the work that the device has queued so far."""
+    def queue(self) -> Any:
+        """Return a context manager whose copies run after the work that the device has queued so far."""
         self._is_pending = True
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
-    def down(self, value: Tensor, to: Tensor) -> None:
-        """Queue a copy of `value` to the host; call in a `queue` block."""
-        to.copy_(value, non_blocking=True)
+    def down(self, value: Tensor, to: Tensor) -> Tensor:
+        """Queue a copy of `value` into `to`, on the host; return `to`."""
+        with self.queue():
+            to.copy_(value, non_blocking=True)
         if self._stream is not None:
             value.record_stream(self._stream)
+        return to
 
     def precede(self) -> None:
         """Let the device's later work wait for the copies; the host does not wait."""
@@ -68,18 +70,13 @@ class _Copies:
             (torch.get_device_module(self.device) if self._stream is None else self._stream).synchronize()
 
 
-_copies: dict[torch.device, _Copies] = {}
-
-
-def _of(device: torch.device) -> _Copies:
-    if device not in _copies:
-        _copies[device] = _Copies(device)
-    return _copies[device]
+_all: list[_Copies] = []
+_of = functools.cache(_Copies)  # the one of a device
 
 
 def arrive() -> None:
     """Wait for all copies under way."""
-    for copies in _copies.values():
+    for copies in _all:
         copies.arrive()
 
 
@@ -90,19 +87,7 @@ def _like(value: Tensor) -> Tensor:
 
 def number(value: Tensor) -> Tensor:
     """Queue a copy of a small tensor to the host, and return it."""
-    if value.device.type == "cpu":
-        return value
-    result = _like(value)
-    with _of(value.device).queue():
-        _of(value.device).down(value, result)
-    return result
-
-
-class Record(Protocol):
-    """The parts of a parameter's record (record.py) that this file uses."""
-
-    host: OnHost | None
-    param: Callable[[], Tensor | None]
+    return value if value.device.type == "cpu" else _of(value.device).down(value, _like(value))
 
 
 class OnHost:
@@ -110,22 +95,23 @@ class OnHost:
 
     Attributes:
         frees: whether a gradient leaves the device as soon as it is complete (`gradient_release=True`).
-        is_hooked: whether a hook of backward calls `take_early`.
+        hook: the handle of the hook of backward that calls `take_early`.
     """
 
-    __slots__ = ("_alias", "_early", "_given", "_known", "_memory", "_sent", "_twin", "frees", "is_hooked")
+    __slots__ = ("_alias", "_early", "_given", "_known", "_memory", "_sent", "_twin", "frees", "hook")
 
     def __init__(self) -> None:
         global used
         used = True
-        self.frees = self.is_hooked = False
+        self.frees = False
+        self.hook: Any = None
         self._twin: Tensor | None = None
         self._alias: Tensor | None = None  # `.data` of the weight, whose version counts writes through `.data`
         self._known: Any = None  # what tells a written weight, when twin and weight were alike
         self._sent = -1  # `waits` when the twin was last copied to the device
         self._memory: Tensor | None = None  # of gradients
         self._given: Any = type(None)  # returns the gradient in `_memory`, or None if nothing holds it
-        self._early: tuple[Any, int, Tensor] | None = None  # (device's gradient or nothing, its version, the copy)
+        self._early: tuple[Any, int, Tensor] | None = None  # (gradient, or nothing if it is freed, its version, copy)
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
@@ -141,13 +127,9 @@ class OnHost:
         """Tell whether user code has written `param` since twin and weight were alike."""
         return self._known is None or self._known != self._mark(param)
 
-    def sent(self, waits: int) -> None:
-        """Note that the twin is being copied to the device."""
-        self._sent = waits
-
-    def save(self, param: Tensor) -> None:
-        """Note that twin and weight are alike."""
-        self._known = self._mark(param)
+    def save(self, param: Tensor, sent: int = -1) -> None:
+        """Note that twin and weight are alike, or will be: `sent` is `waits` when the twin was sent."""
+        self._known, self._sent = self._mark(param), sent
 
     def _mark(self, param: Tensor) -> Any:
         version = 0 if param.is_inference() else param._version
@@ -171,10 +153,7 @@ class OnHost:
             memory = self._memory = _like(grad)
         result = memory.detach()
         self._given = TensorWeakRef(result)
-        copies = _of(grad.device)
-        with copies.queue():
-            copies.down(grad, result)
-        return result
+        return _of(grad.device).down(grad, result)
 
     @without_grad
     def take_early(self, grad: Tensor) -> bool:
@@ -193,17 +172,20 @@ class OnHost:
         """Return the copy of the gradient that the device has freed in this body; None if there is none."""
         return self._early[2] if self._early is not None and self._early[0] is type(None) else None
 
+    def found(self, grad: Tensor | None) -> Tensor | None:
+        """Return `grad`, the parameter's gradient; if there is none, the copy of one that the device has freed."""
+        return self.freed() if grad is None else grad
+
     def forget(self, *, freed: bool = False) -> None:
         """Forget the early copy, because its gradient may be written now; with `freed`, also of a freed gradient."""
         if freed or self.freed() is None:
             self._early = None
 
-    def fetch(self, grad: Tensor | None) -> Tensor:
-        """Return the copy of `grad` (None: of the freed gradient), queued now unless backward has queued it."""
+    def fetch(self, grad: Tensor) -> Tensor:
+        """Return the copy of `grad`, a result of `found`; it is queued now unless backward has queued it."""
         early, self._early = self._early, None
-        if early is not None and early[0]() is grad and (grad is None or grad._version == early[1]):
+        if early is not None and (early[2] is grad or (early[0]() is grad and grad._version == early[1])):
             return early[2]
-        assert grad is not None
         return self.queue(grad) if grad.layout is torch.strided else grad.to("cpu")
 
 
@@ -211,7 +193,7 @@ class OnHost:
 # Weights of many records
 
 
-def twins(params: Sequence[Tensor], records: Sequence[Record]) -> list[Tensor]:
+def twins(params: Sequence[Tensor], records: Sequence[Any]) -> list[Tensor]:
     """Return the twin of each parameter whose master is on the host, and all other parameters."""
     return [p if r.host is None else r.host.twin(p) for p, r in zip(params, records, strict=True)]
 
@@ -219,35 +201,27 @@ def twins(params: Sequence[Tensor], records: Sequence[Record]) -> list[Tensor]:
 @without_grad
 def fetch_edits(params: Sequence[Tensor], records: Sequence[Any]) -> set[Any]:
     """Copy the weights that user code has written to their twins; return their records. Waits if there are any."""
-    written = [(p, r) for p, r in zip(params, records, strict=True) if r.host is not None and r.host.is_written(p)]
-    for copies, pairs in _by_device(written):
-        to = [record.host.twin(param) for param, record in pairs]
-        with copies.queue():
-            for (param, _), twin in zip(pairs, to, strict=True):
-                copies.down(param.detach(), twin)
-        for param, record in pairs:
-            record.host.save(param)
-        copies.arrive()
+    pairs = zip(params, records, strict=True)
+    written = [(p, record) for p, record in pairs if record.host is not None and record.host.is_written(p)]
+    for param, record in written:
+        _of(param.device).down(param.detach(), record.host.twin(param))
+        record.host.save(param)
+    if written:
+        arrive()
     return {record for _, record in written}
 
 
 @without_grad
-def send(params: Sequence[Tensor], records: Sequence[Record]) -> None:
+def send(params: Sequence[Tensor], records: Sequence[Any]) -> None:
     """Copy twins to their weights. The device's later work waits for this, the host does not."""
-    for copies, pairs in _by_device([(p, r) for p, r in zip(params, records, strict=True) if r.host is not None]):
-        from_twins = [record.host.twin(param) for param, record in pairs]
+    on_devices: Any = [pair for pair in zip(params, records, strict=True) if pair[1].host is not None]
+    groups: Any = by_device(on_devices)
+    for device, (some, theirs) in groups.items():
+        copies, from_twins = _of(device), twins(some, theirs)
         with copies.queue():
-            for (param, _), twin in zip(pairs, from_twins, strict=True):
+            for param, twin in zip(some, from_twins, strict=True):
                 param.copy_(twin, non_blocking=True)
         copies.precede()
-        for param, record in pairs:
-            record.host.sent(copies.waits)
+        for param, record in zip(some, theirs, strict=True):
             weight = record.param()  # `param` may be its `.data`
-            record.host.save(param if weight is None else weight)
-
-
-def _by_device(pairs: Sequence[tuple[Tensor, Record]]) -> list[tuple[_Copies, list[tuple[Tensor, Any]]]]:
-    found: dict[torch.device, list[tuple[Tensor, Any]]] = {}
-    for pair in pairs:
-        found.setdefault(pair[0].device, []).append(pair)
-    return [(_of(device), some) for device, some in found.items()]
+            record.host.save(param if weight is None else weight, copies.waits)

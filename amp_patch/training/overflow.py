@@ -173,6 +173,8 @@ def supports_scaling(optimizer: Any) -> Any:
 
     The inner optimizer of a ZeroRedundancyOptimizer has a stash, but no generated class.
     """
+    if (stash := stash_of(optimizer)) is not None and stash.masters.links.on_host:
+        return False  # torch's fused kernels would read the copy of a flag that is on its way to the host
     given = vars(optimizer).get(SCALING)
     if given is None:
         given = getattr(super(Generated, optimizer) if isinstance(optimizer, Generated) else optimizer, SCALING, False)

@@ -236,6 +236,8 @@ _SETTINGS: dict[Kernel, set[str]] = {
 # ----------------------------------------------------------------------------------------------------------------------
 # The step
 
+SENT_TOGETHER = 2**22  # elements, 8 MB of weights
+
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
 
 
@@ -379,7 +381,9 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
         weights = on_host.twins(params, records) if held.on_host else params
         grads = [record.half for record in records if record.half is not None]
         if grads and len(grads) == len(records):  # the usual case
-            made += _by_age(optimizer, kind(group, factors, list(group["params"]), grads, weights, records))
+            for part in _parts(grads) if held.on_host else [slice(0, len(grads))]:
+                lists = group["params"][part], grads[part], weights[part], records[part]
+                made += _by_age(optimizer, kind(group, factors, *lists))
             continue
         batches: dict[tuple[Any, ...], Batch] = {}
         for param, weight, record in zip(params, weights, records, strict=True):
@@ -399,6 +403,17 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
         for batch in batches.values():
             made += _by_age(optimizer, batch)
     return made
+
+
+def _parts(grads: list[Tensor]) -> list[slice]:
+    """Return the parts of a group whose weights are sent to the device while the kernel steps the next part."""
+    ends, size = [0], 0
+    for index, grad in enumerate(grads, 1):
+        size += grad.numel()
+        if size >= SENT_TOGETHER or index == len(grads):
+            ends.append(index)
+            size = 0
+    return list(map(slice, ends, ends[1:]))
 
 
 def _ready(batch: Batch) -> Batch:

@@ -29,7 +29,7 @@ from fsdp_trainings import (
 )
 from ranks import RankError
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from training import backward, same
 
 from amp_patch import amp, optimizers
@@ -103,6 +103,21 @@ def test_two_ranks_train_as_one_process(ranks, level, dtype, maker):
     assert max(norms) > 1.5 > min(norms), "some are clipped, some are not"
     for mine, other in zip(first, alone, strict=True):
         torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-6)
+
+
+def train_with_shards_on_the_host(level: str) -> tuple[list[Tensor], list[float], Any]:
+    shards = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    return train_clipped(level, None, "Adam", shards=shards, loss_scale=1024.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_torchs_offload_of_shards_trains_to_the_same_bits(ranks, level):
+    """It is what `master_device` is refused for. On a CPU the policy takes torch's code for shards on the host."""
+    found, wanted = (
+        ranks(train_with_shards_on_the_host, level),
+        ranks(train_clipped, level, None, "Adam", loss_scale=1024.0),
+    )
+    assert same(found[0][0], wanted[0][0]) and found[0][1:] == wanted[0][1:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

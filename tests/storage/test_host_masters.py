@@ -10,8 +10,11 @@ import json
 import pytest
 import torch
 from offloaded import (
+    FEW,
     LEVELS,
     MAKERS,
+    RELEASED,
+    SCENES,
     WAYS,
     accumulated,
     clipped,
@@ -20,6 +23,7 @@ from offloaded import (
     net,
     plain,
     resumed,
+    scene,
     scheduled,
     train,
     train_apart,
@@ -42,7 +46,7 @@ def test_each_way_trains_to_the_bits_of_masters_beside_the_weights(way, level):
 @pytest.mark.parametrize("name", MAKERS)
 def test_each_optimizer_trains_to_the_same_bits(name):
     for level in ("O5", "O2"):
-        for way in (plain, clipped, edited):
+        for way in FEW:
             assert not differ(train_apart(way, name, **LEVELS[level]), train(way, name, **LEVELS[level])), (level, way)
 
 
@@ -51,6 +55,15 @@ def test_without_the_extension_the_bits_are_the_same(name):
     with multi_tensor.use_backend("torch"):
         for way in (plain, clipped, accumulated, edited, resumed):
             assert not differ(train_apart(way, name, **LEVELS["O2"]), train(way, name, **LEVELS["O2"])), way
+
+
+@pytest.mark.parametrize("level", ["O5", "O2"])
+@pytest.mark.parametrize("way", SCENES, ids=lambda way: way.__name__)
+def test_other_models_and_optimizers_train_to_the_same_bits(way, level):
+    wanted = scene(way, **LEVELS[level])
+    for release in (False, True) if level == "O5" and way in RELEASED else (False,):
+        found = scene(way, apart=True, master_device="cpu", gradient_release=release, **LEVELS[level])
+        assert not differ(found, wanted), release
 
 
 def test_eight_bit_state_is_on_the_host_too():
@@ -122,7 +135,7 @@ def elsewhere(tmp_path_factory):
 
 @pytest.mark.slow  # a compiler works for a minute, and the trainings for another
 def test_on_a_device_each_training_has_the_bits_of_a_cpu_and_of_masters_on_the_device(elsewhere):
-    assert elsewhere["trained"] > 100 and elsewhere["differ"] == []
+    assert elsewhere["trained"] > 90 and elsewhere["differ"] == []
 
 
 @pytest.mark.slow
