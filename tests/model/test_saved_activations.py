@@ -327,6 +327,16 @@ def test_checkpoints_keep_what_they_handle(reentrant):
     assert all(torch.equal(one, other) for one, other in zip(mine, exact, strict=True))
 
 
+def test_hooks_of_the_user_inside_the_forward_keep_what_they_handle():
+    def exactly(x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            return x.sin()
+
+    x = 100 * sample(128, 64, dtype=torch.bfloat16, device="cpu")
+    mine, exact = (gradients(lambda: Applies(exactly), x, "O5", None, coded)[0] for coded in (True, False))
+    assert torch.equal(mine, exact)
+
+
 @pytest.mark.skipif(not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="since torch 2.8")
 def test_hooks_of_the_user_keep_what_they_handle():
     x = sample(128, 64, dtype=torch.bfloat16, device="cpu")
