@@ -37,6 +37,7 @@ Files:
 - `losses.py`: its picture of the losses
 - `drawing.py`: SVG
 - `what_next.py`: the commands to run next
+- `agreement.py`: log-probabilities at the levels beside O0's
 - `notebook.py`: `amp.compare` and `amp.assert_level`
 - `other_work.py`: other work on the machine
 - `processes.py`: child processes, and CPU time

@@ -28,7 +28,7 @@ from amp_patch.diagnose.wording import counted, fine_percent, lacks, listed, met
 
 # Fields of a Comparison beside its runs, as its report has them; the second are missing in old reports.
 _GIVEN = ("title", "metric", "maximize", "asked_steps", "machine")
-_GIVEN_LATER = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey", "goal")
+_GIVEN_LATER = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey", "goal", "agreement")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Comparison:
         command: the arguments of `python -m amp_patch run` for the same training; "" if it was no script.
         folder: the report's folder, as `compare --resume` takes it; "" if no command made the comparison.
         goal: SPEED, or MEMORY if saved memory counts more than speed.
+        agreement: the differences of the levels' log-probabilities from O0's, in words; "" if they are unknown.
         survey: the survey of the first step, which names the lines that break a level; None if there was none.
 
     Raises:
@@ -73,6 +74,7 @@ class Comparison:
     folder: str = ""
     survey: named_lines.Survey | None = None
     goal: str = SPEED
+    agreement: str = ""
 
     def __post_init__(self) -> None:
         if self.metric == LOSS and any(run.maximized == "all" for run in self.runs):

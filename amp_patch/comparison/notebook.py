@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from amp_patch.casts import install
 from amp_patch.comparison import page, table
+from amp_patch.comparison.agreement import FirstBatch
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.finding import Finding
 from amp_patch.comparison.measures import LOSS
@@ -121,10 +122,14 @@ def compare(
         raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
     asked = levels_for(goal, named, False) if levels is None else tuple(levels)
     plan = Plan(asked, seeds, steps, named, metric or "loss", maximize, inspect, min_gain, margin, goal=goal)
-    load = OtherWork()
-    runs = _train_all(_Job(build_fn, plan, evaluate, levels is None, metric is None), verbosity, load)
+    load, first = OtherWork(), FirstBatch()
+    job = _Job(build_fn, plan, evaluate, levels is None, metric is None, first)
+    runs = _train_all(job, verbosity, load)
     compared = replace(_compared(build_fn, plan, metric, runs), machine=machine(load.words()))
-    if compared.unexplained and not any(run.error_kind == INTERRUPTED for run in runs):
+    if any(run.error_kind == INTERRUPTED for run in runs):
+        return compared
+    compared = replace(compared, agreement=first.in_words(compared.levels))
+    if compared.unexplained:
         compared = replace(compared, survey=_surveyed(_Job(build_fn, plan), known_as(compared.unexplained)))
     return compared
 
@@ -214,13 +219,14 @@ def _compared(build_fn: Callable[[], Any], plan: Plan, metric: str | None, runs:
 
 
 class _Job(NamedTuple):
-    """The arguments of `compare`: what to train, whether a BF16 model adds rungs, and whether `evaluate` decides."""
+    """The arguments of `compare`: what to train, if a BF16 model adds rungs, if `evaluate` decides, who sees a batch."""
 
     build_fn: Callable[[], Any]
     plan: Plan
     evaluate: Callable[[nn.Module], Any] | None = None
     adds: bool = False
     by_evaluation: bool = False
+    first: FirstBatch | None = None
 
     def train(self, run: Run, known: list[weakref.ref[nn.Module]], around: AbstractContextManager[Any]) -> None:
         """Train once at the level and seed of `run`, inside of `around`; `known` gets the model.
@@ -346,16 +352,16 @@ def _train(
     batches: Iterable[Any],
     job: _Job,
 ) -> None:
-    steps, evaluate = job.plan.steps, job.evaluate
+    steps, evaluate, first = job.plan.steps, job.evaluate, job.first
     model, optimizer = initialize(model, optimizer)  # the level comes from the environment variables
     loss_fn = install.in_force(loss_fn)  # `build_fn` returned torch's function before O1 installed its casts
     with suppress(Enough):
-        if not _epoch(model, optimizer, loss_fn, batches):
+        if not _epoch(model, optimizer, loss_fn, batches, first):
             words = "nothing: drop_last over fewer samples than a batch, or an iterator that an earlier run used up"
             raise _Misuse(ValueError(f"compare: the batches of build_fn gave {words}"))
         passes = 1
         while steps is not None:
-            if not _epoch(model, optimizer, loss_fn, batches):
+            if not _epoch(model, optimizer, loss_fn, batches, None):
                 words = (
                     f"nothing after pass {passes}, and steps is {steps}; an iterator ends: return a list or a loader"
                 )
@@ -386,11 +392,15 @@ def _train(
         raise _NoFigure(f"evaluate returned no number: {error}") from error
 
 
-def _epoch(model: nn.Module, optimizer: Any, loss_fn: Callable[..., Tensor], batches: Iterable[Any]) -> bool:
+def _epoch(
+    model: nn.Module, optimizer: Any, loss_fn: Callable[..., Tensor], batches: Iterable[Any], first: FirstBatch | None
+) -> bool:
     """Train over all batches. Return False if there was none, as from an iterator that an earlier run used up."""
     batch = None
     for batch in batches:
         *inputs, targets = batch
+        if first is not None:
+            first.see(model, inputs, targets)
         optimizer.zero_grad()
         loss = loss_fn(model(*inputs), targets)
         with scale_loss(loss, optimizer) as scaled_loss:

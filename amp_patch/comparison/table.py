@@ -30,7 +30,8 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     if not any(level.runs for level in comparison.levels):
         return [_coloured(comparison.summary, "bold", colours)]  # not wrapped: a path in it can be copied
     parts = [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
-    parts += [_overview(comparison, colours), _reasons(comparison, colours), _looks(comparison), _machine(comparison)]
+    parts += [_overview(comparison, colours), _reasons(comparison, colours), _wrapped(comparison.agreement)]
+    parts += [_looks(comparison), _machine(comparison)]
     parts += [_edits(comparison), [line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
     return [line for part in parts if part for line in ("", *part)][1:]
 

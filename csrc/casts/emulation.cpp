@@ -110,7 +110,8 @@ int64_t elements_of_product(const Tensor& a, const Tensor& b) {
 
 constexpr int64_t LARGE = 4LL << 20;  // elements, 16 MiB in FP32
 constexpr int64_t BLOCK = 1LL << 20;
-constexpr int64_t LEAST = 64;  // rows or columns of a block: with fewer, reading the other operand takes most of the time
+constexpr int64_t LEAST =
+    64;  // rows or columns of a block: with fewer, reading the other operand takes most of the time
 
 // Returns `a` @ `b`, plus `bias` of one dimension if it is defined, rounded once. Blocks of the larger operand, and of
 // the result, are in FP32 at a time. FP32 copies of both would be the peak of a language model's memory.

@@ -38,8 +38,7 @@ Tensor to_copy(c10::DispatchKeySet keys, const Tensor& self, std::optional<at::S
                std::optional<at::Layout> layout, std::optional<at::Device> device, std::optional<bool> pinned,
                bool non_blocking, std::optional<at::MemoryFormat> format) {
   constexpr c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::ADInplaceOrView);
-  Tensor wide =
-      at::_ops::_to_copy::redispatch(keys & below, self, dtype, layout, device, pinned, non_blocking, format);
+  Tensor wide = at::_ops::_to_copy::redispatch(keys & below, self, dtype, layout, device, pinned, non_blocking, format);
   const auto type = self.scalar_type();
   const auto own = self.key_set();
   if (dtype != at::kFloat || (type != at::kHalf && type != at::kBFloat16) || own.has(c10::DispatchKey::Python) ||
@@ -117,14 +116,12 @@ class Logits {
   }
 
  private:
-  torch::autograd::Edge edge_;                // owns the nodes
+  torch::autograd::Edge edge_;                 // owns the nodes
   std::vector<torch::autograd::Node*> nodes_;  // from the logits' to the cast's
 };
 
 // What a loss saves of its logits. Its memory is freed, or may be written, when nothing else has it.
-Tensor saved(const Tensor& logits) {
-  return alias(logits, logits.sizes(), logits.strides(), logits.storage_offset());
-}
+Tensor saved(const Tensor& logits) { return alias(logits, logits.sizes(), logits.strides(), logits.storage_offset()); }
 
 // The low-precision tensor in the shape of its FP32 copy `wide`, if it is alive and was not written since the cast.
 std::optional<Tensor> low_of(const Tensor& wide) {
