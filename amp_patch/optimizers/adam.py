@@ -76,24 +76,17 @@ class FusedAdam(FusedOptimizer):
             if "step" in group or steps:  # a capturable FusedAdam of Apex has saved a tensor
                 group["step"] = int(group["step"] if "step" in group else max(steps))
 
-    def step(
-        self,
-        closure: Any = None,
-        grads: None = None,
-        output_params: None = None,
-        scale: None = None,
-        grad_norms: None = None,
-    ) -> Any:
+    def step(self, closure: Any = None, **old: Any) -> Any:
         """Make one step; see the base class.
 
-        The other arguments belong to Apex's first FusedAdam. Like Apex's second FusedAdam, this one refuses them.
+        `old` are arguments of Apex's first FusedAdam (`grads`, `scale` and others). Like Apex's second, this one
+        accepts None for them and refuses other values.
         """
-        given = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
-        for name, value in given.items():
+        for name, value in old.items():
             if value is not None:
                 raise RuntimeError(
-                    f"FusedAdam.step: {name} was an argument of Apex's first FusedAdam; let amp.initialize and "
-                    "amp.scale_loss keep the masters and the scale, and call step() with no arguments"
+                    f"FusedAdam.step: {name} is refused (Apex's first FusedAdam had such arguments); let "
+                    "amp.initialize and amp.scale_loss keep the masters and the scale, and call step() without it"
                 )
         return super().step(closure)
 

@@ -167,13 +167,6 @@ class FP16_Optimizer:
         """Clip the FP32 gradients in place; return their total norm before the clipping, or -1 after an overflow."""
         return -1 if self.overflow else self.clip_grad_norm(self._held(), max_norm, norm_type)
 
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Return the FP32 gradients by group, with None for a parameter without one. After an overflow return None."""
-        if self.overflow:
-            logger.warning("FP16_Optimizer.inspect_master_grad_data: the gradients overflowed, there are none to see")
-            return None
-        return [[None if p.grad is None else p.grad.data for p in group["params"]] for group in self.param_groups]
-
     def step(self, closure: None = None) -> Any:
         """Update the masters, then the model's parameters. After an overflow change nothing. A closure is refused."""
         if closure is not None:
