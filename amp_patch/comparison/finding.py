@@ -77,7 +77,7 @@ class Finding:
             "around 0": the baseline's loss changes its sign and does not fall, as a policy gradient's.
             "constant": the baseline's figure is the same at every step.
             "FP64": the script's weights are FP64, and every loss is the baseline's: the level casts FP32 alone.
-            "start": a run began with other weights than the baseline's of its seed.
+            "start": a run began with other weights, or another batch, than the baseline's of its seed.
             "frozen": the baseline's steps change no weight.
             "left out": forwards led to no step, for a reason that is not known.
             "outlier": one run of the baseline has collapsed, and the level's run of that seed has not.

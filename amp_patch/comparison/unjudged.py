@@ -46,7 +46,7 @@ _WHY = {
     CONSTANT: "the baseline's is the same at every step: it measures nothing",
     FP64: "the script's weights are FP64, which this level leaves as they are: every loss is O0's",
     SHORT: f"it has fewer than {LEAST_STEPS} steps",
-    START: "with the same seed it began with other weights than the baseline",
+    START: "with the same seed it began with other weights, or another batch, than the baseline",
     FROZEN: "the baseline's steps change no weight: nothing was trained",
     "left out": "{idle} forwards more than O0's led to no step, as if batches were left out",
     "outlier": "the baseline itself collapsed with one seed, and the level did not: chance decides that",
@@ -61,7 +61,7 @@ _WAY_OUT = {
     "direction": "add --maximize, or leave it out",
     FP64: "make the model and its inputs FP32, and compare again",
     SHORT: f"train for at least {FEW_STEPS} steps",
-    START: "turn off what goes on from a checkpoint of another run, or takes its seed from the time",
+    START: "turn off what goes on from a checkpoint of another run, and seed each generator, numpy's default_rng() too",
     FROZEN: "look at the learning rate, and at the gradients",
     "left out": "look into its log",
     "outlier": "make the training steady first, by a warm-up or a smaller learning rate",
@@ -195,7 +195,7 @@ def _is_constant(base: LevelResult, metric: str) -> bool:
 
 
 def _begins_elsewhere(run: Run, other: Run) -> bool:
-    """Return whether the first weights of two runs are further apart than rounding explains."""
+    """Return whether the first weights and inputs of two runs are further apart than rounding explains."""
     known = len(run.start) == len(other.start) and all(map(math.isfinite, run.start))
     return known and math.dist(run.start, other.start) > _ROUNDING * math.hypot(*other.start)
 

@@ -240,7 +240,7 @@ SITUATIONS = [
         "a seed from the time, or a checkpoint of another run",
         (seeds("O0", *BASE, start=[1.0, -0.5]), seeds("O5", *off(-20), **BF16, **FAST, start=[1.0, -0.4])),
         ("unjudged start", FOR_NOW),
-        "with the same seed it began with other weights than the baseline; turn off what goes on",
+        "with the same seed it began with other weights, or another batch, than the baseline; turn off what goes on",
     ),
     Situation(
         "first weights that are rounded",
@@ -416,12 +416,24 @@ def small(maximize=False, dtype=torch.float32, lr=1e-2, classes=3, seed=lambda: 
     return build
 
 
+def with_other_batches():
+    drawn = torch.Generator()
+
+    def build():
+        net, optimizer, loss_fn, batches = small()()
+        inputs = torch.randn(20, 16, 8, generator=drawn)
+        return net, optimizer, loss_fn, [(x, targets) for x, (_, targets) in zip(inputs, batches, strict=True)]
+
+    return build
+
+
 TRAINED = {
     "constant": (small(classes=1), "O5", "constant"),
     "FP64": (small(dtype=torch.float64), "O4", "FP64"),
     "FP64 at O1": (small(dtype=torch.float64), "O1", "FP64"),
     "a learning rate of 0": (small(lr=0.0), "O5", "frozen"),
     "a seed of its own in each run": (small(seed=itertools.count().__next__), "O5", "start"),
+    "batches of their own in each run": (with_other_batches(), "O5", "start"),
 }
 
 

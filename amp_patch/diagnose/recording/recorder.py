@@ -28,7 +28,7 @@ from amp_patch.diagnose.recording.scaler_losses import ScalerLosses, body_of
 from amp_patch.diagnose.recording.single_steps import SingleSteps
 from amp_patch.diagnose.recording.sinks import Sink, sinks_for
 from amp_patch.diagnose.recording.sizes import Sizes, alive
-from amp_patch.diagnose.recording.step import Body, single_value, sizes_of
+from amp_patch.diagnose.recording.step import Body, first_tensor, sample, single_value, sizes_of
 from amp_patch.diagnose.recording.step_clock import StepClock
 from amp_patch.environment import name_of
 from amp_patch.policy import OPT_LEVELS
@@ -168,6 +168,7 @@ class Recorder(observers.Observer):
         self._scaler_losses = ScalerLosses()
         self._stepped_by_scaler: Any = None  # the optimizer whose step a GradScaler has begun
         self._sizes = Sizes(self._adopted)
+        self._start: list[Tensor | float] = []  # weights and inputs of the first forward
         self._measure_after = 1
         self._ended = False
         self._looks = SingleSteps(self._inspect, self._weigh_after, self._outbox.put)
@@ -200,7 +201,8 @@ class Recorder(observers.Observer):
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
         sizes = {**self._sizes.bytes, "unfinished": self.is_in_a_step, "forwards": self.forwards}
-        self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
+        end = {"event": "end", **sizes, "peak_memory": peak}
+        self._outbox.put_unread(UnreadEvent(self._start, lambda numbers: {**end, "start": numbers}))
 
     def close(self, *events: Event) -> None:
         """Send `events` to the sinks, after the "end" event, and close the sinks. Does nothing in a fork."""
@@ -249,7 +251,6 @@ class Recorder(observers.Observer):
                     "maximized": self._sizes.maximized(),
                     "device": self._device,
                     "lost_eps": self._sizes.lost_eps(),
-                    "start": self._sizes.first_weights(),
                 }
             )
         if self._tells_modules:
@@ -271,12 +272,18 @@ class Recorder(observers.Observer):
             self.evaluated = True
             return
         self.forwards += 1
+        if self.forwards == 1:
+            self._note_start(args, kwargs)
         if self._clock.forward_begins(model):
             self._looks.forward_begins(args, kwargs)
             # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
             sizes = sizes_of(args, kwargs)
             known = -len(sizes) <= self._batch_dim < len(sizes)
             self._clock.step.unclaimed_samples = sizes[self._batch_dim] if known else 0
+
+    @eager_only
+    def _note_start(self, args: Any, kwargs: Any) -> None:
+        self._start = [*self._sizes.first_weights(), *sample(first_tensor(args, kwargs), 8)]
 
     def body_begins(self, body: Any) -> None:
         if not self.is_recording():

@@ -100,7 +100,7 @@ class Run:
         forwards: how often a model was called with gradients; 0 if unknown.
         caught: the line of the log that names an error, if the run made fewer steps than O0's of its seed, or left out
             batches; else "".
-        start: some weights at the beginning of the training; empty if they were not read.
+        start: some weights and inputs of the first forward.
         replaced: the names and lines of these autocasts and GradScalers, in words.
         edited: whether the script chooses its level by amp_patch or Apex.
         notes: remarks for the reader of a run without an error, one line each.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.diagnose.recording.run import LOW_TYPES
+from amp_patch.diagnose.recording.step import sample
 from amp_patch.storage.coder import stored
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
@@ -58,14 +59,11 @@ class Sizes:
         found = {bool(group.get("maximize")) for group in self._groups()}
         return "" if True not in found else "some" if False in found else "all"
 
-    @eager_only
-    def first_weights(self) -> list[float]:
-        """Return up to four elements of each of the models' first parameters; an empty list if these are shards."""
+    def first_weights(self) -> list[Tensor | float]:
+        """Return up to four elements of each of the models' first parameters, on their devices."""
         models = [model for training in self._trainings for model in alive(training.models)]
-        params = [param for model in models for param in model.parameters()][:_PARAMS]
-        if any(distributed.local(p) is not p or p.is_meta or not p.is_floating_point() for p in params):
-            return []
-        return [x for p in params for x in p.detach().flatten()[:: max(1, p.numel() // 4)][:4].float().tolist()]
+        params = [param for model in models for param in model.parameters()]
+        return [element for param in params[:_PARAMS] for element in sample(param, 4)]
 
     def device(self) -> torch.device:
         """Return the device of the first parameter; the CPU if there is none."""

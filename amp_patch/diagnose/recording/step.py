@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from amp_patch.diagnose.recording.outbox import UnreadEvent
 from amp_patch.diagnose.recording.run import LOW_TYPES, PARTS, Event
@@ -144,13 +145,34 @@ def single_value(loss: Tensor) -> Tensor:
 
 def sizes_of(args: Any, kwargs: Any) -> list[int]:
     """Return the shape of the first tensor among a forward's arguments; [] if it is not known."""
-    try:
-        tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
-        if tensor is None:
-            return []
-        return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)  # a nested tensor has no other size
-    except RuntimeError:  # a container that holds itself, or a tensor without sizes
+    tensor = first_tensor(args, kwargs)
+    if tensor is None:
         return []
+    try:
+        return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)  # a nested tensor has no other size
+    except RuntimeError:  # a tensor without sizes
+        return []
+
+
+def first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    """Return the first tensor among a forward's arguments; None if there is none, or it is not known."""
+    try:
+        return args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
+    except RuntimeError:  # a container that holds itself
+        return None
+
+
+def sample(tensor: Tensor | None, count: int) -> list[Tensor | float]:
+    """Return up to `count` evenly spaced elements of a tensor, on its device; [] if it has no real numbers itself."""
+    if tensor is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_complex():
+        return []
+    if (
+        tensor.is_nested
+        or tensor.layout is not torch.strided
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    ):
+        return []
+    return [*tensor.detach().flatten()[:: max(1, tensor.numel() // count)][:count].unbind()]
 
 
 def _seconds(start: Any, end: Any) -> float:
