@@ -219,7 +219,7 @@ def _compared(build_fn: Callable[[], Any], plan: Plan, metric: str | None, runs:
 
 
 class _Job(NamedTuple):
-    """The arguments of `compare`: what to train, if a BF16 model adds rungs, if `evaluate` decides, who sees a batch."""
+    """The arguments of `compare`: what to train, who decides, and who sees a batch."""
 
     build_fn: Callable[[], Any]
     plan: Plan
