@@ -2,7 +2,7 @@
 
 Each row is a model at a level. `kept` are the bytes that autograd saves in forward and loss, and `peak` is the most
 that torch's allocator has given out at once in forward and backward, both relative to O0; `+act8 over level` divides
-the CPU time of a step by that of the level alone. The rivals run in turns. On a CPU that emulates the level's type, the
+the time of a step by that of the level alone. The rivals run in turns. On a CPU that emulates the level's type, the
 FP32 copies of a product's operands are in the peak: `--cpu-half native` measures without.
 
     python benchmarks/saved_activations.py [--models GPT ResNet ViT LSTM] [--levels O1 O2 O4 O5] [--cpu-half native]
