@@ -30,7 +30,7 @@ _Part = tuple[slice, ...]
 
 
 class _Call(NamedTuple):
-    """The arguments of `torch.nn.functional.cross_entropy`."""
+    """The arguments of `torch.nn.functional.cross_entropy`; the weight in FP32 once the call is served."""
 
     input: Tensor
     target: Tensor
@@ -40,6 +40,15 @@ class _Call(NamedTuple):
     reduce: bool | None = None
     reduction: str = "mean"
     label_smoothing: float = 0.0
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the target has classes, not probabilities of all classes."""
+        return not self.target.is_floating_point()
+
+    def block(self, part: _Part) -> _Call:
+        """Return the call for the block `part` of the logits."""
+        return self._replace(target=_of(self.target, part))
 
 
 def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -53,16 +62,15 @@ def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
         return None
     if logits.dtype not in _FLOATS or not _serves(call):
         return None
-    weight = None if call.weight is None else call.weight.float()
-    target = call.target
+    shape = logits[:, 0].shape
     if logits.dim() > 3:
-        logits, target = logits.flatten(2), target.flatten(2 if target.is_floating_point() else 1)
-    if (source := source_of(logits)) is None:
+        call = call._replace(input=logits.flatten(2), target=call.target.flatten(1 if call.has_classes else 2))
+    if (source := source_of(call.input)) is None:
         return None
-    terms = _Terms.apply(logits, source.place, source, target, weight, call.ignore_index, float(call.label_smoothing))
-    reduce = _reduced_probabilities if target.is_floating_point() else _reduced_classes
-    loss = reduce(terms, target, weight, call, logits.shape[1])
-    return loss.reshape(call.input[:, 0].shape) if call.reduction == "none" else loss
+    call = call._replace(weight=None if call.weight is None else call.weight.float())
+    terms = _Terms.apply(call.input, source.place, source, call)
+    loss = (_reduced_classes if call.has_classes else _reduced_probabilities)(terms, call)
+    return loss.reshape(shape) if call.reduction == "none" else loss
 
 
 def user_has_chosen() -> bool:
@@ -107,24 +115,15 @@ class _Terms(torch.autograd.Function):
     """The FP32 terms that a loss sums: one or two for each row; for probabilities one for each logit."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        place: Tensor | None,
-        source: Source,
-        target: Tensor,
-        weight: Tensor | None,
-        ignored: int,
-        smoothing: float,
-    ) -> tuple[Tensor, ...]:
-        def empty() -> Tensor:
-            return torch.empty(logits[:, 0].shape, dtype=torch.float32, device=logits.device)
+    def forward(ctx: Any, logits: Tensor, place: Tensor | None, source: Source, call: _Call) -> tuple[Tensor, ...]:
+        def empty(shape: torch.Size) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=logits.device)
 
-        on_cpu, low = logits.device.type == "cpu", source.low_of(logits)
-        shapes = [target.shape] if target.is_floating_point() else [logits[:, 0].shape] * (2 if smoothing > 0 else 1)
-        results = tuple(torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in shapes)
-        peaks, sums = (empty(), empty()) if on_cpu else (None, None)
-        for part in _parts(logits, smoothing):
+        rows, low = logits[:, 0].shape, source.low_of(logits)
+        both = call.has_classes and call.label_smoothing > 0
+        results = tuple(empty(call.target.shape) for _ in range(2 if both else 1))
+        peaks, sums = (empty(rows), empty(rows)) if logits.device.type == "cpu" else (None, None)
+        for part in _parts(logits, call.label_smoothing):
             wide = logits[part].float()
             if low is not None and not torch.equal(low[part].float(), wide):
                 low = None  # written by way of `data`
@@ -132,17 +131,17 @@ class _Terms(torch.autograd.Function):
             if peaks is not None and sums is not None:
                 _of(peaks, part).copy_(wide.amax(1))
                 _of(sums, part).copy_(logarithms.amax(1))
-            terms = _terms(logarithms, _of(target, part), weight, ignored, smoothing)
-            for result, term in zip(results, terms, strict=True):
+            for result, term in zip(results, _terms(logarithms, call.block(part)), strict=True):
                 _of(result, part).copy_(term)
-        ctx.save_for_backward(source.to_save(logits) if low is None else low, peaks, sums, target, weight)
+        ctx.save_for_backward(source.to_save(logits) if low is None else low, peaks, sums, call.target, call.weight)
         ctx.source, ctx.dtype, ctx.low = source, logits.dtype, logits.dtype if place is None else place.dtype
-        ctx.ignored, ctx.smoothing = ignored, smoothing
+        ctx.settings = call[3:]
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, peaks, sums, target, weight = ctx.saved_tensors
+        call = _Call(logits, target, weight, *ctx.settings)
         is_batched = any("Batched" in str(torch._C._dispatch_keys(grad)) for grad in grads)
         is_plain = not (is_batched or torch.is_grad_enabled())
 
@@ -152,8 +151,7 @@ class _Terms(torch.autograd.Function):
                 logarithms = torch.sub(logits[part], peak).add_(sum_)
             else:
                 logarithms = torch.log_softmax(logits[part].float(), 1)
-            own = [_of(grad, part) for grad in grads]
-            spread = _spread(own, logarithms, _of(target, part), weight, ctx.ignored, ctx.smoothing, is_plain)
+            spread = _spread([_of(grad, part) for grad in grads], logarithms, call.block(part), is_plain)
             return torch.ops.aten._log_softmax_backward_data(spread, logarithms, 1, torch.float32)
 
         goes_around = is_plain and ctx.source.takes_gradient()
@@ -164,10 +162,9 @@ class _Terms(torch.autograd.Function):
         else:
             is_free = logits.dtype is dtype and ctx.source.may_write(logits)
             result = logits if is_free else torch.empty_like(logits, dtype=dtype)
-            for part in _parts(logits, ctx.smoothing):
+            for part in _parts(logits, call.label_smoothing):
                 result[part].copy_(gradient(part))
-        unused = (None,) * 5
-        return (None, result, *unused) if goes_around else (result, None, *unused)
+        return (None, result, None, None) if goes_around else (result, None, None, None)
 
 
 def _parts(logits: Tensor, smoothing: float) -> Iterator[_Part]:
@@ -209,36 +206,28 @@ def _smoothed(target: Tensor, smoothing: float) -> Tensor:
     return target * (1 - smoothing) + smoothing / target.shape[1] if smoothing > 0 else target
 
 
-def _terms(
-    logarithms: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
-) -> tuple[Tensor, ...]:
-    if target.is_floating_point():
-        terms = logarithms * _smoothed(target, smoothing)
+def _terms(logarithms: Tensor, call: _Call) -> tuple[Tensor, ...]:
+    weight, smoothing = call.weight, call.label_smoothing
+    if not call.has_classes:
+        terms = logarithms * _smoothed(call.target, smoothing)
         return (terms if weight is None else terms * _by_class(weight, logarithms),)
-    losses = _nll_loss(logarithms, target, weight, 0, ignored)
+    losses = _nll_loss(logarithms, call.target, weight, 0, call.ignore_index)
     if smoothing <= 0:
         return (losses,)
     return losses, -(logarithms if weight is None else logarithms * _by_class(weight, logarithms)).sum(1)
 
 
-def _spread(
-    grads: list[Tensor],
-    logarithms: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignored: int,
-    smoothing: float,
-    in_place: bool,
-) -> Tensor:
+def _spread(grads: list[Tensor], logarithms: Tensor, call: _Call, in_place: bool) -> Tensor:
     """Return the gradient of `logarithms` for `grads`, those of `_terms`."""
-    if target.is_floating_point():
+    target, weight = call.target, call.weight
+    if not call.has_classes:
         grad = grads[0] if weight is None else grads[0] * _by_class(weight, logarithms)
-        return grad * _smoothed(target, smoothing)
-    is_ignored = target == ignored
+        return grad * _smoothed(target, call.label_smoothing)
+    is_ignored = target == call.ignore_index
     place = target.masked_fill(is_ignored, 0)
     grad = -grads[0] if weight is None else -grads[0] * weight[place]
     grad, place = grad.masked_fill(is_ignored, 0.0).unsqueeze(1), place.unsqueeze(1)
-    if smoothing > 0:
+    if call.label_smoothing > 0:
         smooth = -grads[1].unsqueeze(1)
         spread = smooth.expand_as(logarithms).clone() if weight is None else smooth * _by_class(weight, logarithms)
         grad = grad + spread.gather(1, place)
@@ -247,24 +236,20 @@ def _spread(
     return spread.scatter_(1, place, grad) if in_place else spread.scatter(1, place, grad)
 
 
-def _reduced_probabilities(
-    terms: tuple[Tensor, ...], target: Tensor, weight: Tensor | None, call: _Call, classes: int
-) -> Tensor:
+def _reduced_probabilities(terms: tuple[Tensor, ...], call: _Call) -> Tensor:
     if call.reduction == "none":
         return -terms[0].sum(1)
     loss = -terms[0].sum()
-    return loss / (target.numel() // classes) if call.reduction == "mean" else loss
+    return loss / (call.target.numel() // call.input.shape[1]) if call.reduction == "mean" else loss
 
 
-def _reduced_classes(
-    terms: tuple[Tensor, ...], target: Tensor, weight: Tensor | None, call: _Call, classes: int
-) -> Tensor:
+def _reduced_classes(terms: tuple[Tensor, ...], call: _Call) -> Tensor:
     """Reduce the terms as torch does. Its kernel adds them up as the losses of one class, in its own order."""
+    target, weight, is_mean = call.target, call.weight, call.reduction == "mean"
     is_ignored = target == call.ignore_index
     loss, *rest = terms
     if call.reduction != "none":
         places = torch.zeros_like(target).masked_fill_(is_ignored, _IGNORED)
-        is_mean = call.reduction == "mean"
 
         def added(values: Tensor, reduction: int) -> Tensor:
             return _nll_loss(-values.unsqueeze(1), places, None, reduction, _IGNORED)
@@ -277,7 +262,7 @@ def _reduced_classes(
     smooth = rest[0].masked_fill(is_ignored, 0.0)
     if call.reduction != "none":
         smooth = smooth.sum()
-    if call.reduction == "mean":
+    if is_mean:
         kept = ~is_ignored
         smooth = smooth / (kept if weight is None else weight[target.masked_select(kept)]).sum()
-    return (1 - call.label_smoothing) * loss + smooth * (call.label_smoothing / classes)
+    return (1 - call.label_smoothing) * loss + smooth * (call.label_smoothing / call.input.shape[1])

@@ -51,6 +51,8 @@ class FirstBatch:
                 found = compare_outputs(model, inputs, [level.level], targets=targets, **options).distances[0]
             except ValueError:  # the outputs are no logits, or have another shape than the targets
                 return ""
+            if found.nats is None or found.largest_nats is None:
+                return ""
             words = f"{level.name} {wording.two(found.nats)} ({wording.two(found.largest_nats)}"
             said.append(words + (")" if found.sequence is None else f"; 1 ± {wording.two(found.sequence)})"))
         of_sequence = "; ratio of a whole sequence" * (targets.dim() > 1)

@@ -40,9 +40,12 @@ Tensor to_copy(c10::DispatchKeySet keys, const Tensor& self, std::optional<at::S
   constexpr c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::ADInplaceOrView);
   Tensor wide = at::_ops::_to_copy::redispatch(keys & below, self, dtype, layout, device, pinned, non_blocking, format);
   const auto type = self.scalar_type();
-  const auto own = self.key_set();
-  if (dtype != at::kFloat || (type != at::kHalf && type != at::kBFloat16) || own.has(c10::DispatchKey::Python) ||
-      !own.has(c10::DispatchKey::CPU) || !wide.is_cpu() || self.is_inference() || self.strides() != wide.strides()) {
+  constexpr c10::DispatchKeySet stand_ins({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                           c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+  const auto both = self.key_set() | wide.key_set();
+  if (dtype != at::kFloat || (type != at::kHalf && type != at::kBFloat16) || both.has_any(stand_ins) ||
+      !self.key_set().has(c10::DispatchKey::CPU) || !wide.is_cpu() || !self.has_storage() || !wide.has_storage() ||
+      self.is_inference() || self.strides() != wide.strides()) {
     return wide;
   }
   newest = (newest + 1) % casts.size();
