@@ -119,7 +119,7 @@ cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc, print reg
 	PYTHON=$(BIN)/python NVCC="$(NVCC)" sh tests/cuda/compile.sh
 
 # With the machine's own Python: torch for CUDA comes with it, and nothing needs to be downloaded.
-gpu-check: ## on a machine with a GPU: build, test, measure, capture; OUT=file or folder; in two parts: ONLY=build,first,tests,formats and ONLY=kernels,step,capture
+gpu-check: ## on a machine with a GPU: build, test, measure, capture; OUT=file or folder; in three parts: ONLY=build,look,first,offload,wide,new, ONLY=compare,tests,formats and ONLY=kernels,step,capture
 	$(PYTHON) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
 
 clean: ## remove files that were built here; .venv keeps its downloads

@@ -1,11 +1,12 @@
 """Check amp_patch on a machine with a GPU: build with CUDA, run the tests, time kernels and steps, store the figures.
 
-    python benchmarks/gpu_check.py [--only build,first,tests,kernels,step,capture,formats] [--out PATH]
-    make gpu-check [ONLY=build,first,tests,formats] [OUT=figures.json]
+    python benchmarks/gpu_check.py [--only look,kernels,...] [--out PATH]
+    make gpu-check [ONLY=build,look,first,offload,wide,new] [OUT=figures.json]
 
-If a command may take at most ten minutes, run the check in two parts: ONLY=build,first,tests,formats, then
-ONLY=kernels,step,capture. The build runs first if it is named, or if the extension is missing or does not match the
-sources. So the second part does not build again, even on another machine to which the build was copied.
+If a command may take at most ten minutes, run the check in three parts: ONLY=build,look,first,offload,wide,new has what
+no GPU has run; then ONLY=compare,tests,formats and ONLY=kernels,step,capture. The build runs first if it is named, or if the
+extension is missing or does not match the sources. So the other parts do not build again, even on another machine to
+which the build was copied.
 
 First the script prints which requirements the machine has and lacks. A stage whose requirement is missing is left out,
 by name. Each stage has a time limit: a stage that exceeds it is killed, and the next one begins. After each stage two
@@ -47,6 +48,7 @@ TAIL = 20  # last lines of output of a failed command, stored with the figures
 WIDTH, FAILURES, WARNINGS = 180, 20, 8
 
 GRAPHS = "tests/around/test_cuda_graphs.py"
+SCRIPT = ("examples/legacy/language_model.py", "--", "--steps", "30")  # unedited, and with an LSTM
 HAS_CUDA = "import sys; from amp_patch import _C; sys.exit('cuda' not in _C.devices and 'built without CUDA')"
 
 
@@ -64,6 +66,11 @@ def step(dtype: str, batch: int = 8) -> list[str]:
     return ["benchmarks/step.py", "--device", "cuda", *what, "--rivals", *rivals]
 
 
+def cases_on_a_gpu(name: str, limit: int) -> list[str]:
+    """Return the command for the cases with a GPU of a list of tests in this folder."""
+    return ["benchmarks/gpu_tests.py", "--cuda", "--limit", str(limit), "--list", f"benchmarks/gpu_{name}_tests.txt"]
+
+
 STAGES = {
     "build": Stage(
         180,
@@ -74,22 +81,23 @@ STAGES = {
         },
         writes_json=False,
     ),
-    "first": Stage(  # what no GPU has run
-        159,
+    # What no GPU has run, what tells most first. A stage each, because results are written after a stage.
+    "look": Stage(60, {"look": ["benchmarks/first_look.py", "--device", "cuda"]}),
+    "first": Stage(70, {"counts": cases_on_a_gpu("first", 60)}),
+    "offload": Stage(40, {"offload": ["benchmarks/offload.py", "--device", "cuda", "--size", "100m"]}),
+    "wide": Stage(60, {"fp16": step("fp16", 32), "bf16": step("bf16", 32)}),
+    "new": Stage(
+        100,
         {
-            "look": ["benchmarks/first_look.py", "--device", "cuda"],
-            "offload": ["benchmarks/offload.py", "--device", "cuda", "--size", "100m"],
-            "counts": [
-                "benchmarks/gpu_tests.py",
-                "--cuda",
-                "--limit",
-                "60",
-                "--list",
-                "benchmarks/gpu_first_tests.txt",
-            ],
-            "fp16": step("fp16", 32),
-            "bf16": step("bf16", 32),
+            "counts": cases_on_a_gpu("new", 60),
+            "loss": ["benchmarks/loss.py", "--device", "cuda", "--repeats", "5"],
+            "saved": ["benchmarks/saved_activations.py", "--device", "cuda", "--repeats", "3"],
         },
+    ),
+    "compare": Stage(
+        60,
+        {"quick": ["-m", "amp_patch", "compare", "--quick", "--dtype=float16", "--out=out/gpu-check/compare", *SCRIPT]},
+        writes_json=False,
     ),
     "tests": Stage(170, {"counts": ["benchmarks/gpu_tests.py", "--limit", "160", "--except", GRAPHS]}),
     "kernels": Stage(
@@ -111,13 +119,13 @@ STAGES = {
     "formats": Stage(30, {"formats": ["benchmarks/low_bit.py", "--device", "cuda"]}),
 }
 
-# The two parts of a check if a command may take at most ten minutes: each takes less than 540 s, with the build.
-PARTS = (("build", "first", "tests", "formats"), ("kernels", "step", "capture"))
+# The parts of a check if a command may take at most ten minutes: each takes less than 540 s, with the build.
+PARTS = (("build", "look", "first", "offload", "wide", "new"), ("compare", "tests", "formats"), ("kernels", "step", "capture"))
 
 # Requirement of preflight() -> the stages that need it. All stages need a requirement that is not listed.
 NEEDED_BY = {
     **dict.fromkeys(("setuptools", "ninja", "pybind11", "compiler", "nvcc", "Python.h"), ("build",)),
-    "pytest": ("first", "tests", "capture"),
+    "pytest": ("first", "new", "tests", "capture"),
 }
 
 Figure = tuple[float, str]  # value, and the row that it comes from
@@ -155,7 +163,7 @@ def step_figure(rivals: tuple[str, ...], column: str) -> Callable[[Mapping[str, 
 GOALS = [
     Goal("kernels", "of a device copy's speed, 1 GB", False, 0.9, kernel_figure("one", "of copy", min)),
     Goal("kernels", "of torch's foreach, 4,000 tensors", True, 0.6, kernel_figure("4,000 of 256", "of torch", max)),
-    Goal("first", "O2 at batch 32, of autocast + GradScaler", True, 0.9, step_figure(("O2",), "ratio")),
+    Goal("wide", "O2 at batch 32, of autocast + GradScaler", True, 0.9, step_figure(("O2",), "ratio")),
     Goal("step", "O1, of autocast + GradScaler", True, 1.0, step_figure(("O1",), "ratio")),
     Goal("step", "O2, of autocast + GradScaler", True, 0.9, step_figure(("O2",), "ratio")),
     Goal("step", "syncs a step, AdamW(fused=True)", True, 0, step_figure(("O1", "O2"), "syncs")),

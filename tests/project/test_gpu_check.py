@@ -37,6 +37,13 @@ def test_a_stage_without_its_packages_is_skipped_and_the_build_is_made_once_need
     assert " ".join(stages) == runs and {name: " ".join(missing) for name, missing in lacks.items()} == left_out
 
 
+def test_what_no_gpu_has_run_comes_first_and_each_of_its_stages_leaves_its_results(gpu_check):
+    unknown = ["build", "look", "first", "offload", "wide", "new"]
+    assert [*gpu_check.STAGES][: len(unknown)] == unknown == [*gpu_check.PARTS[0]]
+    measured = 90  # seconds of the build on an H200
+    assert measured + sum(gpu_check.STAGES[name].limit for name in unknown[1:4]) < 300
+
+
 def test_each_part_fits_where_a_command_may_take_ten_minutes(gpu_check):
     assert sorted(name for part in gpu_check.PARTS for name in part) == sorted(gpu_check.STAGES)
     for part in gpu_check.PARTS:
@@ -120,10 +127,11 @@ def test_the_stage_of_tests_takes_each_file_with_cases_on_a_gpu(gpu_tests, colle
     assert "tests/project/test_documents.py" not in chosen
 
 
-def test_the_first_tests_are_there_and_have_cases_on_a_gpu(gpu_tests, collected):
+@pytest.mark.parametrize("name", ["first", "new"])
+def test_the_listed_tests_are_there_and_have_cases_on_a_gpu(gpu_tests, collected, name):
     cases = {test.partition("::")[0] for test in collected if gpu_tests.has_cuda(test)}
     names = {test.partition("[")[0] for test in collected}
-    assert set(gpu_tests.listed(BENCHMARKS / "gpu_first_tests.txt")) <= cases | names
+    assert set(gpu_tests.listed(BENCHMARKS / f"gpu_{name}_tests.txt")) <= cases | names
 
 
 def test_the_first_look_finds_no_difference_between_the_cpu_and_itself(first_look, capsys, monkeypatch, tmp_path):
