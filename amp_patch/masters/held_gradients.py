@@ -42,10 +42,8 @@ def can_wait() -> bool:
     return backends.active is not None
 
 
-def _may_go(param: Tensor, record: Record, grad: Tensor | None) -> bool:
-    """Tell whether a copy of `grad`, the gradient of `param`, may be deferred on the host; True if there is none."""
-    if grad is None:
-        return True
+def _may_go(param: Tensor, record: Record, grad: Tensor) -> bool:
+    """Tell whether a copy of `grad`, the gradient of `param`, may be deferred on the host."""
     master = record.master
     is_plain = type(grad) is Tensor and grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg())
     is_alike = is_plain and grad.dtype is param.dtype and grad.stride() == param.stride() == master.stride()
@@ -127,12 +125,13 @@ class HalfGradients:
         hosts = [record.host for record in records if record.host is not None]
         if self._held or len(hosts) < len(records):
             return None
-        found = [host.found(own_grad(param)) for host, param in zip(hosts, params, strict=True)]
-        if not all(map(_may_go, params, records, found)):
+        found: list[Any] = [host.found(own_grad(param)) for host, param in zip(hosts, params, strict=True)]
+        rows = [row for row in zip(params, records, hosts, found, strict=True) if row[3] is not None]
+        if not all(_may_go(param, record, grad) for param, record, _, grad in rows):
             return None
-        flags = check_finite([grad for grad in found if grad is not None], inverse)
-        halves = [host.fetch(grad) for host, grad in zip(hosts, found, strict=True) if grad is not None]
-        self.hold([record for record, grad in zip(records, found, strict=True) if grad is not None], halves)
+        flags = check_finite([grad for *_, grad in rows], inverse)
+        halves = [host.fetch(grad) for _, _, host, grad in rows]
+        self.hold([record for _, record, *_ in rows], halves)
         drop_gradients(params)
         if isinstance(inverse, Tensor):
             self.factors.append(on_host.number(inverse))

@@ -41,7 +41,7 @@ from amp_patch.support.patches import is_untouched
 from amp_patch.training.joints import Strategy
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step
-from amp_patch.ways.batch import Batch, Group, NotKnown
+from amp_patch.ways.batch import Batch, Group, NotKnown, parts
 from amp_patch.ways.partial_step import PartialStep
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -236,8 +236,6 @@ _SETTINGS: dict[Kernel, set[str]] = {
 # ----------------------------------------------------------------------------------------------------------------------
 # The step
 
-SENT_TOGETHER = 2**22  # elements, 8 MB of weights
-
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
 
 
@@ -381,7 +379,7 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
         weights = on_host.twins(params, records) if held.on_host else params
         grads = [record.half for record in records if record.half is not None]
         if grads and len(grads) == len(records):  # the usual case
-            for part in _parts(grads) if held.on_host else [slice(0, len(grads))]:
+            for part in parts(grads) if held.on_host else [slice(0, len(grads))]:
                 lists = group["params"][part], grads[part], weights[part], records[part]
                 made += _by_age(optimizer, kind(group, factors, *lists))
             continue
@@ -403,17 +401,6 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
         for batch in batches.values():
             made += _by_age(optimizer, batch)
     return made
-
-
-def _parts(grads: list[Tensor]) -> list[slice]:
-    """Return the parts of a group whose weights are sent to the device while the kernel steps the next part."""
-    ends, size = [0], 0
-    for index, grad in enumerate(grads, 1):
-        size += grad.numel()
-        if size >= SENT_TOGETHER or index == len(grads):
-            ends.append(index)
-            size = 0
-    return list(map(slice, ends, ends[1:]))
 
 
 def _ready(batch: Batch) -> Batch:

@@ -13,8 +13,6 @@ from offloaded import (
     FEW,
     LEVELS,
     MAKERS,
-    RELEASED,
-    SCENES,
     WAYS,
     accumulated,
     clipped,
@@ -23,11 +21,11 @@ from offloaded import (
     net,
     plain,
     resumed,
-    scene,
     scheduled,
     train,
     train_apart,
 )
+from offloaded_scenes import RELEASED, SCENES, scene
 from paths import TESTS
 from python_forks import python
 from scripts import environment
