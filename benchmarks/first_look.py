@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor.plain_random import philox
 
 ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
 SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 1e-4, "nesterov": False}
@@ -30,6 +31,7 @@ RUNGS = {"FP32": 28.0, "BF16": 30.0, "split": 26.0, "stochastic": 22.0, "split, 
 RUNGS |= {"stochastic, 8 bits": 10.06}
 SIZES = (8, 248, 256, 264, 4096, 4360, 70_000)
 OFFSETS = (0, 1, 4)  # of the first element from an aligned address
+SEED, DRAW = 3, 12345 << 40 | 7  # of stochastic rounding
 
 Parts = dict[str, Tensor]  # role -> tensor; "m scales" and "v scales" are there for state in eight bits
 
@@ -69,18 +71,14 @@ def placed(parts: Parts, device: str, offset: int) -> Parts:
     }
 
 
-def step(parts: Parts, optimizer: str = "Adam", found_inf: Tensor | None = None, start: int = 0) -> Tensor:
-    """Step once, with the gradient halved. Return Adam's count of steps, which was 3 before.
-
-    Args:
-        start: the position of the first element in the parameter of which the tensors are a shard.
-    """
+def step(parts: Parts, optimizer: str = "Adam", found_inf: Tensor | None = None) -> Tensor:
+    """Step once, with the gradient halved. Return Adam's count of steps, which was 3 before."""
     device = parts["param"].device
     is_stochastic = parts["param"].dtype == torch.bfloat16
     scales = [[parts[role]] for role in ("m scales", "v scales") if role in parts]
-    more: dict[str, Any] = {"seed": 3, "found_inf": found_inf, "factors": [torch.tensor(0.5, device=device)]}
+    more: dict[str, Any] = {"seed": SEED, "found_inf": found_inf, "factors": [torch.tensor(0.5, device=device)]}
     if is_stochastic:
-        more |= {"draws": [12345 << 40 | 7], "starts": [start]}
+        more["draws"] = [DRAW]
     gradients, params, m = [parts["grad"]], [parts["param"]], [parts["m"]]
     low = [parts["low"]] if "low" in parts else None
     count = torch.tensor(3.0, device=device)
@@ -184,7 +182,7 @@ def steps(device: str, small: bool) -> dict[str, dict[str, Any]]:
 
 
 def beyond_31_bits(device: str, small: bool) -> dict[str, dict[str, Any]]:
-    """Step a tensor of more than 2^31 elements, and its last elements alone as a shard."""
+    """Step a tensor of more than 2^31 elements; and its last elements in FP32, which plain torch then rounds."""
     tail = 8192
     count = (2**16 if small else 2**31) + tail
     whole = {"grad": torch.full((count,), 0.1, dtype=torch.bfloat16, device=device)}
@@ -194,8 +192,13 @@ def beyond_31_bits(device: str, small: bool) -> dict[str, dict[str, Any]]:
     whole |= {f"{role} scales": torch.full((count // BLOCK,), 0.01, device=device) for role in "mv"}
     ends = {role: each[-tail // BLOCK if role.endswith("scales") else -tail :] for role, each in whole.items()}
     part = {role: each.clone() for role, each in ends.items()}
+    part["param"] = part["param"].float()
     step(whole)
-    step(part, start=count - tail)
+    step(part)
+    groups = torch.arange((count - tail) // 8, count // 8, device=device)  # of elements with one random counter
+    words = philox([groups, *(torch.full_like(groups, word) for word in (0, DRAW & 0xFFFFFFFF, DRAW >> 32))], SEED)
+    random = torch.stack(words, 1).to(torch.int32).view(torch.int16).flatten().int() & 0xFFFF
+    part["param"] = (part["param"].view(torch.int32) + random >> 16).to(torch.int16).view(torch.bfloat16)
     return {"more than 2^31 elements": found({"stochastic, 8 bits": differing(written(ends), written(part))})}
 
 

@@ -127,7 +127,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(STEP(sgd));               // as Steps::sgd
   m.def(STEP(split));             // masters, weights, halves
   m.def(STEP(join));              // weights, halves, masters
-  m.def(STEP(stochastic_round));  // masters, weights, seed, draws, starts
+  m.def(STEP(stochastic_round));  // masters, weights, seed, draws
   m.def(STEP(encode));            // values, codes, scales
   m.def(STEP(decode));            // codes, values, scales
 

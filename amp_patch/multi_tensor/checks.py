@@ -102,7 +102,7 @@ class Contract:
         lead: the index in `lists` of the list that the others are compared with.
         dense: the tensors at one index have one memory order, without gaps or overlaps, and no written tensor overlaps
             another. If False, strides are free, and a tensor may be both read and written.
-        rounds: the last three arguments are a seed, draws and starts, for rounding bfloat16 tensors of the leading list
+        rounds: the last two arguments are a seed and draws, for rounding bfloat16 tensors of the leading list
             stochastically.
     """
 
@@ -133,7 +133,7 @@ class Contract:
             for wanted_argument, value in named:
                 self._check_argument(wanted_argument, value, device)
             if self.rounds:
-                _check_draws(self.lists[self.lead].name, leading, *arguments[-3:])
+                _check_draws(self.lists[self.lead].name, leading, *arguments[-2:])
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.name}: {error}") from None
         return device
@@ -294,15 +294,13 @@ def _check_halves(name: str, t: Tensor, low: str, weights: Tensors) -> None:
         raise TypeError(f"{name} is torch.int16, half of a split master, and {wanted}")
 
 
-def _check_draws(name: str, tensors: Tensors, seed: object, draws: Any, starts: Any) -> None:
-    """Raise unless `draws` and `starts` are empty or have one int for each tensor; bfloat16 requires draws."""
-    for what, numbers in (("seed", [seed]), ("draws", draws), ("starts", starts)):
+def _check_draws(name: str, tensors: Tensors, seed: object, draws: Any) -> None:
+    """Raise unless `draws` is empty or has one int for each tensor; bfloat16 requires draws."""
+    for what, numbers in (("seed", [seed]), ("draws", draws)):
         if not isinstance(numbers, (list, tuple)) or not all(map(_is_int64, numbers)):
             raise TypeError(f"{what} is {numbers!r}, a list or tuple of ints of 64 bits is wanted")
-        if what != "seed" and numbers and len(numbers) != len(tensors):
-            raise ValueError(f"there are {len(numbers)} {what}, {name} has {len(tensors)} tensors: one each is wanted")
-    if min(starts, default=0) < 0:
-        raise ValueError(f"starts is {starts!r}, places of elements from 0 on are wanted")
+    if draws and len(draws) != len(tensors):
+        raise ValueError(f"there are {len(draws)} draws, {name} has {len(tensors)} tensors: one each is wanted")
     if not draws and any(t.dtype == torch.bfloat16 for t in tensors):
         raise ValueError(f"{name} has bfloat16 tensors, to be rounded stochastically: a seed and draws are wanted")
 

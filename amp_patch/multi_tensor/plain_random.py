@@ -30,26 +30,24 @@ def philox(words: list[Tensor], key: int) -> list[Tensor]:
     return [c0, c1 & _WORD, c2, c3 & _WORD]
 
 
-def random_bits(like: Tensor, seed: int, draw: int | Tensor, start: int = 0) -> Tensor:
+def random_bits(like: Tensor, seed: int, draw: int | Tensor) -> Tensor:
     """Return 16 random bits for each element of `like`, a dense tensor: int32, with the strides of `like`.
 
     Args:
         seed, draw: the same pair gives the same bits. `draw` may be an int64 tensor of shape [] on the same device.
-        start: if `like` is a part of a tensor, the index of its first element there, in memory order.
     """
     bits = torch.empty_like(like, dtype=torch.int32, requires_grad=False)
-    first, last = start // _GROUP, -(-(start + like.numel()) // _GROUP)
-    groups = torch.arange(first, last, dtype=torch.int64, device=like.device)
+    groups = torch.arange(-(-like.numel() // _GROUP), dtype=torch.int64, device=like.device)
     draws = (torch.zeros_like(groups) + (draw >> shift & _WORD) for shift in (0, 32))
     counters = [groups & _WORD, groups >> 32, *draws]
     halves = torch.stack(philox(counters, seed), 1).to(torch.int32).view(torch.int16)  # the lower one of each first
-    in_order = halves.flatten()[start % _GROUP :][: like.numel()]
-    bits.as_strided((like.numel(),), (1,)).copy_(in_order)  # elements are numbered in memory order
+    # Elements are numbered in memory order.
+    bits.as_strided((like.numel(),), (1,)).copy_(halves.flatten()[: like.numel()])
     return bits.bitwise_and_(0xFFFF)
 
 
-def stochastically_rounded(master: Tensor, like: Tensor, seed: int, draw: int, start: int) -> Tensor:
+def stochastically_rounded(master: Tensor, like: Tensor, seed: int, draw: int) -> Tensor:
     """Return FP32 `master` rounded to BF16, as `multi_tensor_stochastic_round` does, with the strides of `like`."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
-    up = torch.where((bits & 0x7FFFFFFF) < _LARGEST_BF16, random_bits(like, seed, draw, start), 0)
+    up = torch.where((bits & 0x7FFFFFFF) < _LARGEST_BF16, random_bits(like, seed, draw), 0)
     return (bits + up >> 16).to(torch.int16).view(torch.bfloat16)

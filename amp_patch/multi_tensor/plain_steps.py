@@ -115,16 +115,14 @@ def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
         master.copy_(_joined(weight, half))
 
 
-def stochastic_round(
-    masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int], starts: Sequence[int]
-) -> None:
+def stochastic_round(masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int]) -> None:
     """`multi_tensor_stochastic_round`: rounds FP32 `masters` into BF16 `weights`, in place."""
     for i, weight in enumerate(weights):
-        weight.copy_(stochastically_rounded(masters[i], weight, seed, draws[i], starts[i] if starts else 0))
+        weight.copy_(stochastically_rounded(masters[i], weight, seed, draws[i]))
 
 
 def _published(
-    params: Tensors, low: Tensors, masters: list[Tensor], seed: int, draws: Sequence[int], starts: Sequence[int]
+    params: Tensors, low: Tensors, masters: list[Tensor], seed: int, draws: Sequence[int]
 ) -> list[tuple[Tensors, Tensors]]:
     """Return two pairs (targets, values): where the caller must store stepped masters, and what.
 
@@ -136,7 +134,7 @@ def _published(
         if param.dtype == torch.int16:
             weights[i], values[i] = _halved(masters[i])
         elif param.dtype == torch.bfloat16:
-            values[i] = stochastically_rounded(masters[i], param, seed, draws[i], starts[i] if starts else 0)
+            values[i] = stochastically_rounded(masters[i], param, seed, draws[i])
     return [(params, values), (low, weights if low else ())]
 
 
@@ -163,7 +161,6 @@ def adam(
     bias_correction: bool,
     seed: int,
     draws: Sequence[int],
-    starts: Sequence[int],
 ) -> None:
     """`multi_tensor_adam`: changes params, averages, `steps` and `low` in place if `found_inf` is 0; no sync."""
     if not params:
@@ -189,7 +186,7 @@ def adam(
     torch._foreach_addcdiv_(p, _times_each(m, -rate / first), denominators)
     lists: list[tuple[Tensors, Tensors]]
     lists = [(averages, m), (squares, v), (max_exp_avg_sqs, max_v), (steps, [step + 1 for step in steps])]
-    for targets, values in [*lists, *_published(params, low, p, seed, draws, starts)]:
+    for targets, values in [*lists, *_published(params, low, p, seed, draws)]:
         _write(targets, values, found_inf)
     encode_back(averages, exp_avgs, average_scales)
     encode_back(squares, exp_avg_sqs, square_scales)
@@ -212,7 +209,6 @@ def sgd(
     first_run: bool,
     seed: int,
     draws: Sequence[int],
-    starts: Sequence[int],
 ) -> None:
     """`multi_tensor_sgd`: changes params, momentum buffers and `low` in place if `found_inf` is 0; no sync."""
     if not params:
@@ -230,7 +226,7 @@ def sgd(
             torch._foreach_add_(buffers, g, alpha=1 - dampening)
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
     p = list(torch._foreach_sub(p, _times_each(g, lr)))
-    for targets, values in [(before, buffers), *_published(params, low, p, seed, draws, starts)]:
+    for targets, values in [(before, buffers), *_published(params, low, p, seed, draws)]:
         _write(targets, values, found_inf)
     encode_back(before, momentum_buffers, momentum_scales)
 

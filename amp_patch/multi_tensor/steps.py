@@ -112,7 +112,6 @@ def multi_tensor_adam(
     found_inf: Tensor | None = None,
     seed: int = 0,
     draws: Sequence[int] = (),
-    starts: Sequence[int] = (),
     scales: Sequence[Tensors] = (),
 ) -> None:
     """Make a step of Adam (Kingma and Ba, arXiv:1412.6980), or of AdamW (arXiv:1711.05101) if ``decoupled``::
@@ -145,8 +144,7 @@ def multi_tensor_adam(
             scale and the clipping coefficient; each product is rounded to FP32.
         found_inf: a float32 tensor of one element on the lists' device. If it is not 0, nothing changes, ``steps``
             included. On CUDA it requires that ``steps`` are there.
-        seed, draws, starts: for bfloat16 params, as in `multi_tensor_stochastic_round`. Entries for other params are
-            ignored.
+        seed, draws: for bfloat16 params, as in `multi_tensor_stochastic_round`. Entries for other params are ignored.
         scales: if some of m or v are codes: (list of the scales of m, list of the scales of v). The entry for a float32
             tensor has no elements.
 
@@ -167,14 +165,12 @@ def multi_tensor_adam(
         (grads, params, exp_avgs, exp_avg_sqs, max_v, counts, () if low is None else low, *(scales or ((), ()))),
         (
             *(lr, count, factors, found_inf, beta1, beta2, eps, weight_decay),
-            *(decoupled, maximize, bias_correction, seed, draws, starts),
+            *(decoupled, maximize, bias_correction, seed, draws),
         ),
     )
 
 
-def multi_tensor_stochastic_round(
-    masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int], starts: Sequence[int] = ()
-) -> None:
+def multi_tensor_stochastic_round(masters: Tensors, weights: Tensors, seed: int, draws: Sequence[int]) -> None:
     """Round FP32 ``masters`` into BF16 ``weights``, in place, stochastically: up or down at random.
 
     The probabilities are such that the mean of many roundings is the exact number. A number that BF16 represents
@@ -183,13 +179,11 @@ def multi_tensor_stochastic_round(
     The random bits are Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) of three
     numbers: ``seed``, the tensor's entry in ``draws``, and the element's index in memory. The same three numbers give
     the same bits on every device, with any number of threads and at every replay. So give each rounding of a tensor
-    another draw. If a tensor is a part of a larger tensor, its entry in ``starts`` is the index of its first element
-    there: the part is then rounded as in the whole. If all tensors are whole, ``starts`` may be empty.
+    another draw.
 
-    Both lists are like those of `multi_tensor_split`. ``seed`` and the entries of ``draws`` and ``starts`` are ints of
-    64 bits.
+    Both lists are like those of `multi_tensor_split`. ``seed`` and the entries of ``draws`` are ints of 64 bits.
     """
-    run(_STOCHASTIC_ROUND, plain_steps.stochastic_round, (masters, weights), (seed, draws, starts))
+    run(_STOCHASTIC_ROUND, plain_steps.stochastic_round, (masters, weights), (seed, draws))
 
 
 def multi_tensor_encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
@@ -262,7 +256,6 @@ def multi_tensor_sgd(
     found_inf: Tensor | None = None,
     seed: int = 0,
     draws: Sequence[int] = (),
-    starts: Sequence[int] = (),
     scales: Sequence[Tensors] = (),
 ) -> None:
     """Make a step of SGD by the formulas of torch.optim.SGD::
@@ -286,5 +279,5 @@ def multi_tensor_sgd(
         _SGD if momentum != 0 else _SGD_WITHOUT_MOMENTUM,
         plain_steps.sgd,
         (grads, params, buffers, () if low is None else low, *(scales or ((),))),
-        (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run, seed, draws, starts),
+        (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run, seed, draws),
     )

@@ -1,10 +1,10 @@
 // One chunk of one parameter whose states are codes (codes.h): the work of each thread of a CUDA block. As in
 // step_chunk.h, nothing here calls CUDA.
 //
-// A thread has P packs of V elements of a block of kBlock elements, so the kBlock / (P * V) threads beside each other
-// have the whole block: a warp, if P is 2 and V is 4. They find the block's largest magnitude with
-// most(own, kBlock / (P * V)), which returns the largest `own` of these threads to each of them. `most` waits for all
-// threads of the warp, and for more than 32 for all of the CUDA block, so each of them must call it equally often.
+// A thread has kOwn elements of a block of kBlock elements, so a warp has the whole block: two packs of four for each
+// thread, or eight single elements where the tensors are not aligned or the block is not full. The threads find the
+// block's largest magnitude with most(own), which returns the largest `own` of the warp to each of them, so each of
+// them must call it equally often. No thread waits for another warp.
 #pragma once
 
 #include "codes.h"
@@ -12,12 +12,14 @@
 
 namespace amp_patch {
 
-static_assert(kThreads % kBlock == 0, "the threads of a CUDA block have whole blocks of codes");
+constexpr int kOwn = kBlock / 32;
 
 constexpr c10::ScalarType kActivation = c10::ScalarType::Float8_e4m3fn;
 
 // A row with the scales of its states; null if a state is FP32.
 struct CodedBlocks : StepBlocks {
+  static constexpr int kResident = 3;  // with the registers of four, twice as many bytes would be spilled
+
   float* scales[kPlaces - kState];
 
   // `from` is the first element of a chunk, and a chunk has whole blocks of codes.
@@ -40,18 +42,11 @@ inline std::vector<CodedBlocks> coded_blocks_of(const std::vector<StepRow>& rows
   return blocks;
 }
 
-// Pack `at` of the codes of state s.
-template <int V>
-C10_HOST_DEVICE inline Pack<uint8_t, V>* code_pack(const CodedBlocks& row, int s, int64_t at) {
-  return reinterpret_cast<Pack<uint8_t, V>*>(global(static_cast<uint8_t*>(row.data[kState + s]) + at * V));
-}
-
 // Reads pack `at` of state s, which is codes or FP32. kKept: the codes may be those of activations, which no step has.
 template <bool kKept, int V>
 C10_HOST_DEVICE inline Pack<float, V> read_state(const CodedBlocks& row, int s, int64_t at) {
-  const void* const data = row.data[kState + s];
-  if (row.scales[s] == nullptr) return *global(static_cast<const Pack<float, V>*>(data) + at);
-  const Pack<uint8_t, V> codes = *code_pack<V>(row, s, at);
+  if (row.scales[s] == nullptr) return read_pack<float, V>(row, kState + s, at);
+  const auto codes = read_pack<uint8_t, V>(row, kState + s, at);
   const bool is_signed = row.dtype[kState + s] != c10::ScalarType::Byte;
   const float scale = *global(row.scales[s] + at * V / kBlock);
   constexpr float kOfSigned = 1 / kTop<Codes::kSigned>, kOfSquares = 1 / kTop<Codes::kUnsigned>;
@@ -78,15 +73,21 @@ C10_HOST_DEVICE inline Pack<uint8_t, V> codes_of(const Pack<float, V>& values, f
   return codes;
 }
 
-// Writes P packs of state s from pack `at` on, as codes or FP32. If `live` is false, the thread has no elements, and
-// `values` are 0. kKept: the codes may be those of activations.
+// Whether pack p of a thread is one of its `live` packs. Of packs of several elements, all are or none is.
+template <int V>
+C10_HOST_DEVICE inline bool is_live(int p, int live) {
+  return V > 1 ? live > 0 : p < live;
+}
+
+// Writes the first `live` of P packs of state s from pack `at` on, as codes or FP32. The values of the others are 0.
+// kKept: the codes may be those of activations.
 template <bool kKept, int V, int P, class Most>
-C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t at, bool live,
+C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t at, int live,
                                         const Pack<float, V> (&values)[P], const Most& most) {
   if (row.scales[s] == nullptr) {
     AMP_PATCH_UNROLL
     for (int p = 0; p < P; ++p) {
-      if (live) write_pack(row, kState + s, at + p, values[p]);
+      if (is_live<V>(p, live)) write_pack(row, kState + s, at + p, values[p]);
     }
     return;
   }
@@ -102,13 +103,16 @@ C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t a
       own = own < magnitude ? magnitude : own;
     }
   }
-  const uint32_t largest = most(own, static_cast<int>(kBlock / (P * V)));
-  if (!live) return;
+  const uint32_t largest = most(own);
+  if (live == 0) return;
   const auto write = [&](auto codes) {
     constexpr Codes kCodes = decltype(codes)::value;
     const float scale = scale_of<kCodes>(largest);
     AMP_PATCH_UNROLL
-    for (int p = 0; p < P; ++p) *code_pack<V>(row, s, at + p) = codes_of<kCodes>(values[p], scale);
+    for (int p = 0; p < P; ++p) {
+      if (!is_live<V>(p, live)) break;
+      write_pack(row, kState + s, at + p, codes_of<kCodes>(values[p], scale));
+    }
     if (at * V % kBlock == 0) *global(row.scales[s] + at * V / kBlock) = scale;  // by the block's first thread
   };
   if (dtype == c10::ScalarType::Char) return write(std::integral_constant<Codes, Codes::kSigned>());
@@ -116,26 +120,29 @@ C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t a
   if constexpr (kKept) write(std::integral_constant<Codes, Codes::kKept>());
 }
 
-// The work of a thread: run<V, P>(row, at, live, most) does P packs from pack `at` on if `live` is true, and else only
-// calls `most`. This is an optimizer's step; EncodeWork and DecodeWork convert FP32 values, which are at kGrad, to
-// codes and back. All packs are read before the first is stepped, so that more bytes are in flight.
+// The work of a thread: run<V, P>(row, at, live, most) does the first `live` of P packs from pack `at` on. This is an
+// optimizer's step; EncodeWork and DecodeWork convert FP32 values, which are at kGrad, to codes and back.
 template <class F>
 struct CodedStepWork : StepWork<F, true> {
   template <int V, int P, class Most>
-  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most& most) const {
+  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, int live, const Most& most) const {
+    // Packs of four are read before the first is stepped, so that more bytes are in flight.
+    constexpr int kAtOnce = V > 1 ? P : 1;
     Pack<float, V> states[P][F::kStates] = {};
-    if (live) {
-      Bits<float, V> grads[P];
-      MasterBits<V> masters[P];
+    AMP_PATCH_UNROLL
+    for (int first = 0; first < P; first += kAtOnce) {
+      if (first >= live) break;
+      Bits<float, V> grads[kAtOnce];
+      MasterBits<V> masters[kAtOnce];
       AMP_PATCH_UNROLL
-      for (int p = 0; p < P; ++p) {
-        grads[p] = read_bits<V>(row, kGrad, at + p);
-        masters[p] = read_masters<V>(row, at + p);
+      for (int i = 0; i < kAtOnce; ++i) {
+        grads[i] = read_bits<V>(row, kGrad, at + first + i);
+        masters[i] = read_masters<V>(row, at + first + i);
         AMP_PATCH_UNROLL
-        for (int s = 0; s < F::kStates; ++s) states[p][s] = read_state<false, V>(row, s, at + p);
+        for (int s = 0; s < F::kStates; ++s) states[first + i][s] = read_state<false, V>(row, s, at + first + i);
       }
       AMP_PATCH_UNROLL
-      for (int p = 0; p < P; ++p) this->step_pack(row, at + p, grads[p], masters[p], states[p]);
+      for (int i = 0; i < kAtOnce; ++i) this->step_pack(row, at + first + i, grads[i], masters[i], states[first + i]);
     }
     AMP_PATCH_UNROLL
     for (int s = 0; s < F::kStates; ++s) {
@@ -148,11 +155,11 @@ struct CodedStepWork : StepWork<F, true> {
 };
 struct EncodeWork {
   template <int V, int P, class Most>
-  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most& most) const {
+  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, int live, const Most& most) const {
     Pack<float, V> values[P] = {};
     AMP_PATCH_UNROLL
     for (int p = 0; p < P; ++p) {
-      if (!live) continue;
+      if (!is_live<V>(p, live)) continue;
       const Bits<float, V> bits = read_bits<V>(row, kGrad, at + p);
       with_element<float, V>(row.dtype[kGrad], [&](auto element) {
         const auto pack = bits.template as<decltype(element)>();
@@ -165,10 +172,10 @@ struct EncodeWork {
 };
 struct DecodeWork {
   template <int V, int P, class Most>
-  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, bool live, const Most&) const {
+  C10_HOST_DEVICE void run(const CodedBlocks& row, int64_t at, int live, const Most&) const {
     AMP_PATCH_UNROLL
     for (int p = 0; p < P; ++p) {
-      if (!live) continue;
+      if (!is_live<V>(p, live)) continue;
       const Pack<float, V> values = read_state<true, V>(row, 0, at + p);
       with_element<float, V>(row.dtype[kGrad], [&](auto element) {
         Pack<decltype(element), V> pack;
@@ -188,16 +195,14 @@ C10_HOST_DEVICE inline void run_coded_chunk(const Work& work, const CodedBlocks&
   const CodedBlocks row = found;  // a copy in registers: the compiler would reload it after each store
   const int64_t begin = static_cast<int64_t>(block - row.first) * chunk, left = row.size - begin;
   const int length = left < chunk ? static_cast<int>(left) : chunk;
-  int done = 0;
-  if (row.width == 4) {  // whole blocks of codes; the elements of the last block are done one by one
-    done = length / static_cast<int>(kBlock) * static_cast<int>(kBlock);
-    for (int from = 0; from < done; from += 8 * kThreads) {
-      const int own = from + 8 * thread;
-      work.template run<4, 2>(row, (begin + own) / 4, own < done, most);
-    }
+  // A tensor that is not aligned for packs of four is done in single elements, and so is the last block.
+  const int done = row.width == 4 ? length / static_cast<int>(kBlock) * static_cast<int>(kBlock) : 0;
+  for (int own = kOwn * thread; own - kOwn * thread < done; own += kOwn * kThreads) {
+    work.template run<4, 2>(row, (begin + own) / 4, own < done ? 2 : 0, most);
   }
-  for (int from = done; from < length; from += kThreads) {
-    work.template run<1, 1>(row, begin + from + thread, from + thread < length, most);
+  for (int own = done + kOwn * thread; own - kOwn * thread < length; own += kOwn * kThreads) {
+    const int rest = length - own;
+    work.template run<1, kOwn>(row, begin + own, rest < 0 ? 0 : rest < kOwn ? rest : kOwn, most);
   }
 }
 

@@ -32,7 +32,7 @@ __device__ double block_sum(double value) {
 
 // Four blocks per multiprocessor: their loads hide each other's latency, and 64 registers per thread are enough.
 template <class T, int N, class F, class R, int kBytes>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, R::kResident)
     run_chunks(const __grid_constant__ Arguments<R, kBytes> arguments, const R* buffer, int count, int chunk, F f,
                float* found_inf, double* partials) {
   const R* rows = buffer != nullptr ? buffer : arguments.rows;

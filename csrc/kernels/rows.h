@@ -29,6 +29,7 @@ struct View {
 template <int K>
 struct Row {
   static constexpr bool strided = false;
+  static constexpr int kResident = 4;  // blocks that run at once on a multiprocessor: kernels are compiled for so many
   void* data[K];
   int64_t size;    // elements; a launch may end before the last
   uint32_t first;  // the index, in the launch, of the block that begins this row
@@ -144,21 +145,22 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
   return Layout::kStrided;
 }
 
-// The elements of a chunk: a multiple of kLeast, with which the blocks fill kWaves waves. (A further wave of few blocks
+// The elements of a chunk: a multiple of kPass, with which the blocks fill kWaves waves. (A further wave of few blocks
 // would leave most of the GPU idle.) The result depends only on the sizes, because kSlots is a constant. So the partial
 // sums of norms, one per chunk, are the same on every machine.
 template <class R>
 int64_t chunk_size(const std::vector<R>& rows) {
-  constexpr int64_t kSlots = 132 * 4;  // the blocks that run at once on an H100, four on each of its multiprocessors
-  constexpr int64_t kWaves = 4;        // fewer: the GPU idles while the longest block ends; more: more starts
+  constexpr int64_t kSlots = 132 * R::kResident;  // the blocks that run at once on an H100
+  constexpr int64_t kWaves = 4;  // fewer: the GPU idles while the longest block ends; more: more starts
   constexpr int64_t kBlocks = kWaves * kSlots;
-  constexpr int64_t kLeast = 4096;   // elements: one or two packs of each thread
-  constexpr int64_t kMost = 131072;  // elements; a large model has more waves instead of longer chunks
+  constexpr int64_t kPass = 4 * kThreads;  // elements: with longer steps, the last wave of short chunks is half empty
+  constexpr int64_t kLeast = 4096;         // elements
+  constexpr int64_t kMost = 131072;        // elements; a large model has more waves instead of longer chunks
   int64_t total = 0;
   for (const R& row : rows) total += std::min(row.size, kMost * kBlocks);  // clamped: the sum of sizes may overflow
   // Each tensor may add a block that is only partly filled. With very many tensors most are shorter than a block.
   const int64_t filled = std::max(kBlocks - static_cast<int64_t>(rows.size()), kBlocks / 2);
-  return std::min((total / filled / kLeast + 1) * kLeast, kMost);
+  return std::clamp((total / filled / kPass + 1) * kPass, kLeast, kMost);
 }
 
 // Numbers the blocks of one launch over all rows, in the order of the rows; returns the number of blocks.

@@ -10,9 +10,12 @@ namespace amp_patch {
 
 // A StepRow in a launch.
 struct StepBlocks : StepRow {
+  static constexpr int kResident = 4;    // as Row's
+  static constexpr bool kPacked = true;  // Loose: false
+
   uint32_t first;  // the index, in the launch, of the block that begins this row
   int32_t index;   // its place in the lists
-  int64_t before;  // elements before this row, in its tensor or in the whole tensor that it is a shard of
+  int64_t before;  // elements before this row, in its tensor
   uint8_t width;   // elements of one memory access: 4, or 1 if the tensors are not aligned for 4
   bool begins;     // the first row of its tensor, which counts the tensor's step
 
@@ -28,14 +31,19 @@ struct StepBlocks : StepRow {
   }
 };
 
+// A row of width 1. Its packs are read and written one element at a time.
+template <class Blocks>
+struct Loose : Blocks {
+  static constexpr bool kPacked = false;
+};
+
 inline StepBlocks step_blocks(const StepRow& row, int64_t index) {
-  StepBlocks blocks{row, 0, static_cast<int32_t>(index), row.start, 4, true};
+  StepBlocks blocks{row, 0, static_cast<int32_t>(index), 0, 4, true};
   for (int k = 0; k < kPlaces; ++k) {
     const bool aligned =
         row.data[k] == nullptr || reinterpret_cast<uintptr_t>(row.data[k]) % (4 * c10::elementSize(row.dtype[k])) == 0;
     if (!aligned) blocks.width = 1;
   }
-  if (row.start % blocks.width != 0) blocks.width = 1;  // else the random bits of a pack would come from two groups
   return blocks;
 }
 
@@ -52,17 +60,43 @@ inline std::vector<StepBlocks> blocks_of(const std::vector<StepRow>& rows, bool 
   return blocks;
 }
 
-// Pack `at` of the tensor at `place`, as bits.
-template <int V>
-C10_HOST_DEVICE inline Bits<float, V> read_bits(const StepRow& row, int place, int64_t at) {
-  Bits<float, V> bits;
-  with_size<float, V>(row.dtype[place],
-                      [&](auto element) { bits.template read<decltype(element)>(row.data[place], at); });
-  return bits;
+// Pack `at` of the tensor at `place`.
+template <class E, int V, class R>
+C10_HOST_DEVICE inline Pack<E, V> read_pack(const R& row, int place, int64_t at) {
+  const E* const from = global(static_cast<const E*>(row.data[place]) + at * V);
+  if constexpr (R::kPacked) {
+    return *reinterpret_cast<const Pack<E, V>*>(from);
+  } else {
+    Pack<E, V> pack;
+    AMP_PATCH_UNROLL
+    for (int v = 0; v < V; ++v) pack.element[v] = from[v];
+    return pack;
+  }
 }
-template <class E, int V>
-C10_HOST_DEVICE inline void write_pack(const StepRow& row, int place, int64_t at, const Pack<E, V>& pack) {
-  *global(static_cast<Pack<E, V>*>(row.data[place]) + at) = pack;
+template <class E, int V, class R>
+C10_HOST_DEVICE inline void write_pack(const R& row, int place, int64_t at, const Pack<E, V>& pack) {
+  E* const to = global(static_cast<E*>(row.data[place]) + at * V);
+  if constexpr (R::kPacked) {
+    *reinterpret_cast<Pack<E, V>*>(to) = pack;
+  } else {
+    AMP_PATCH_UNROLL
+    for (int v = 0; v < V; ++v) to[v] = pack.element[v];
+  }
+}
+// Pack `at` of the tensor at `place`, as bits.
+template <int V, class R>
+C10_HOST_DEVICE inline Bits<float, V> read_bits(const R& row, int place, int64_t at) {
+  Bits<float, V> bits;
+  with_size<float, V>(row.dtype[place], [&](auto element) {
+    using E = decltype(element);
+    if constexpr (R::kPacked) {
+      bits.template read<E>(row.data[place], at);
+    } else {
+      const auto pack = read_pack<E, V>(row, place, at);
+      std::memcpy(bits.word, &pack, sizeof(pack));
+    }
+  });
+  return bits;
 }
 
 // The stored bits of a pack of masters: a split master's low half and weight, or an FP32 master and its weight.
@@ -71,8 +105,8 @@ struct MasterBits {
   Bits<float, V> param, weight;
 };
 
-template <int V>
-C10_HOST_DEVICE inline MasterBits<V> read_masters(const StepRow& row, int64_t at) {
+template <int V, class R>
+C10_HOST_DEVICE inline MasterBits<V> read_masters(const R& row, int64_t at) {
   MasterBits<V> bits;
   bits.param = read_bits<V>(row, kParam, at);
   if (row.data[kWeight] != nullptr) bits.weight = read_bits<V>(row, kWeight, at);
@@ -117,7 +151,7 @@ C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const Mas
 // The random bits of the elements of pack `at`, which are in one group.
 template <int V>
 C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint64_t seed, int64_t at) {
-  static_assert(kDrawn % V == 0, "packs begin at multiples of V: chunks do, and `step_blocks` has seen to `start`");
+  static_assert(kDrawn % V == 0, "packs begin at multiples of V, as chunks do");
   const int64_t element = row.before + at * V;
   const int within = static_cast<int>(element % kDrawn);
   uint32_t words[4];
@@ -133,8 +167,8 @@ C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint
   return bits;
 }
 
-template <int V, bool kRounds>
-C10_HOST_DEVICE inline void write_masters(const StepBlocks& row, uint64_t seed, int64_t at, const Pack<float, V>& p) {
+template <int V, bool kRounds, class R>
+C10_HOST_DEVICE inline void write_masters(const R& row, uint64_t seed, int64_t at, const Pack<float, V>& p) {
   if (kRounds && row.dtype[kParam] == c10::ScalarType::BFloat16) {
     const Pack<uint16_t, V> random = random_pack<V>(row, seed, at);
     Pack<c10::BFloat16, V> weights;
@@ -171,25 +205,23 @@ struct StepWork {
   typename F::Rates rates;
   uint64_t seed;
 
-  template <int V>
-  C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
+  template <int V, class R>
+  C10_HOST_DEVICE void run(const R& row, int64_t at) const {
     constexpr int S = F::kStates;
     // Issue all loads before the first use: otherwise each would wait for memory separately.
     const Bits<float, V> grads = read_bits<V>(row, kGrad, at);
     Pack<float, V> states[S + 1];
     AMP_PATCH_UNROLL
-    for (int s = 0; s < S; ++s) {
-      states[s] = *global(static_cast<const Pack<float, V>*>(row.data[kState + s]) + at);
-    }
+    for (int s = 0; s < S; ++s) states[s] = read_pack<float, V>(row, kState + s, at);
     step_pack(row, at, grads, read_masters<V>(row, at), states);
     AMP_PATCH_UNROLL
     for (int s = 0; s < S; ++s) write_pack(row, kState + s, at, states[s]);
   }
 
   // Steps loaded packs, and writes the masters.
-  template <int V, int kPacks>
-  C10_HOST_DEVICE void step_pack(const StepBlocks& row, int64_t at, const Bits<float, V>& grads,
-                                 const MasterBits<V>& masters, Pack<float, V> (&states)[kPacks]) const {
+  template <int V, int kPacks, class R>
+  C10_HOST_DEVICE void step_pack(const R& row, int64_t at, const Bits<float, V>& grads, const MasterBits<V>& masters,
+                                 Pack<float, V> (&states)[kPacks]) const {
     constexpr int S = F::kStates;
     Pack<float, V> g;
     with_element<float, V>(row.dtype[kGrad], [&](auto element) {
@@ -217,14 +249,14 @@ template <bool kRounds>
 struct StoreWork {
   uint64_t seed;
 
-  template <int V>
-  C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
+  template <int V, class R>
+  C10_HOST_DEVICE void run(const R& row, int64_t at) const {
     write_masters<V, kRounds>(row, seed, at, read_bits<V>(row, kGrad, at).template as<float>());
   }
 };
 struct JoinWork {
-  template <int V>
-  C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
+  template <int V, class R>
+  C10_HOST_DEVICE void run(const R& row, int64_t at) const {
     write_pack(row, kGrad, at, join_masters<V, false>(row, read_masters<V>(row, at)));
   }
 };
@@ -236,12 +268,11 @@ C10_HOST_DEVICE inline void run_step_chunk(const Work& work, const StepBlocks& f
   const StepBlocks row = found;  // a copy in registers: the compiler would reload it after each store
   const int64_t begin = static_cast<int64_t>(block - row.first) * chunk, left = row.size - begin;
   const int length = left < chunk ? static_cast<int>(left) : chunk;
-  int done = 0;
-  if (row.width == 4) {
-    done = length / 4 * 4;
-    for (int pack = thread; pack < done / 4; pack += kThreads) work.template run<4>(row, begin / 4 + pack);
-  }
-  for (int i = done + thread; i < length; i += kThreads) work.template run<1>(row, begin + i);
+  const auto run_packs = [&](const auto& packs_of) {
+    for (int pack = thread; pack < length / 4; pack += kThreads) work.template run<4>(packs_of, begin / 4 + pack);
+  };
+  row.width == 4 ? run_packs(row) : run_packs(Loose<StepBlocks>{row});
+  for (int i = length / 4 * 4 + thread; i < length; i += kThreads) work.template run<1>(row, begin + i);
 }
 
 }  // namespace amp_patch

@@ -28,9 +28,8 @@ struct StepJob {
   std::vector<Number> kept;        // owns the tensors that `unscale` points into
 };
 
-// Integers of stochastic rounding, for parameters without masters. As draws: one per parameter, different for each step
-// of a tensor; empty if all parameters have masters. As starts: the index of a shard's first element in the whole
-// tensor; empty if all tensors are whole.
+// The draws of stochastic rounding, for parameters without masters: one per parameter, different for each step of a
+// tensor; empty if all parameters have masters.
 using IntList = std::vector<int64_t>;
 
 template <class Loop>
@@ -40,9 +39,8 @@ struct Steps {
                    const Tensors& exp_avg_scales, const Tensors& exp_avg_sq_scales, const Number& lr,
                    const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf, double beta1,
                    double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool bias_correction,
-                   int64_t seed, const IntList& draws, const IntList& starts);
-  static void stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const IntList& draws,
-                               const IntList& starts);
+                   int64_t seed, const IntList& draws);
+  static void stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const IntList& draws);
   static void split(const Tensors& masters, const Tensors& weights, const Tensors& halves);
   static void join(const Tensors& weights, const Tensors& halves, const Tensors& masters);
   static void encode(const Tensors& values, const Tensors& codes, const Tensors& scales);
@@ -50,7 +48,7 @@ struct Steps {
   static void sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
                   const Tensors& momentum_scales, const Number& lr, const std::vector<Number>& factors,
                   const MaybeTensor& found_inf, double momentum, double dampening, double weight_decay, bool nesterov,
-                  bool maximize, bool first_run, int64_t seed, const IntList& draws, const IntList& starts);
+                  bool maximize, bool first_run, int64_t seed, const IntList& draws);
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ template <class Loop>
 StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, const std::vector<Number>& factors,
                     std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf,
                     const std::vector<StateScales>& scales = {}, bool maximize = false, int64_t seed = 0,
-                    const IntList& draws = {}, const IntList& starts = {}) {
+                    const IntList& draws = {}) {
   const Tensors& params = *lists[1].tensors;
   StepJob job{
       c10::Device(Loop::device),   {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr,
@@ -244,7 +242,7 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   require(job.device.type() == Loop::device, "device");
   for (const StepList& list : lists) require(list.tensors->size() == params.size(), "length");
   require(steps.empty() || steps.size() == params.size(), "length");
-  for (const IntList* list : {&draws, &starts}) require(list->empty() || list->size() == params.size(), "length");
+  require(draws.empty() || draws.size() == params.size(), "length");
   c10::Device counted_on = job.device;
   if (!steps.empty() && steps[0].defined() && steps[0].device().type() == c10::DeviceType::CPU) {
     counted_on = steps[0].device();
@@ -260,8 +258,6 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
     check_place(lists, i, job.device, recorded, job.rows[i], storages[i], lazy);
     require(job.rows[i].dtype[kParam] != at::kBFloat16 || !draws.empty(), "draws");
     if (!draws.empty()) job.rows[i].draw = static_cast<uint64_t>(draws[i]);
-    if (!starts.empty()) job.rows[i].start = starts[i];
-    require(job.rows[i].start >= 0, "starts");
     if (!steps.empty()) {
       steps.prefetch(i + 8);
       check_step(steps[i], counted_on, recorded, job.rows[i].step, storages[i][kStepStorage]);
@@ -332,10 +328,9 @@ void Steps<Loop>::split(const Tensors& masters, const Tensors& weights, const Te
 }
 
 template <class Loop>
-void Steps<Loop>::stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const IntList& draws,
-                                   const IntList& starts) {
+void Steps<Loop>::stochastic_round(const Tensors& masters, const Tensors& weights, int64_t seed, const IntList& draws) {
   const std::vector<StepList> lists{{&masters, kGrad, false, kSingle}, {&weights, kParam, true, kSplitWeight}};
-  Loop::stochastic_round(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, {}, false, seed, draws, starts));
+  Loop::stochastic_round(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt, {}, false, seed, draws));
   bump_lists(lists, Tensors());
 }
 
@@ -370,7 +365,7 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
                        const Tensors& exp_avg_scales, const Tensors& exp_avg_sq_scales, const Number& lr,
                        const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf,
                        double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
-                       bool bias_correction, int64_t seed, const IntList& draws, const IntList& starts) {
+                       bool bias_correction, int64_t seed, const IntList& draws) {
   std::vector<StepList> lists = step_lists(grads, params, low);
   const StepList averages{&exp_avgs, kState, true, kSigned}, squares{&exp_avg_sqs, kSecond, true, kUnsigned};
   lists.insert(lists.end(), {averages, squares});
@@ -378,7 +373,7 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
   if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
   StepJob job =
       check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf,
-                        {{&averages, &exp_avg_scales}, {&squares, &exp_avg_sq_scales}}, maximize, seed, draws, starts);
+                        {{&averages, &exp_avg_scales}, {&squares, &exp_avg_sq_scales}}, maximize, seed, draws);
   const Number rate = apart<Loop>(lr, lists, job), count = apart<Loop>(step, lists, job);
   const AdamRule rule{{beta1, beta2, weight_decay, decoupled, bias_correction},
                       scalar<Loop, double>(rate),
@@ -401,14 +396,13 @@ template <class Loop>
 void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
                       const Tensors& momentum_scales, const Number& lr, const std::vector<Number>& factors,
                       const MaybeTensor& found_inf, double momentum, double dampening, double weight_decay,
-                      bool nesterov, bool maximize, bool first_run, int64_t seed, const IntList& draws,
-                      const IntList& starts) {
+                      bool nesterov, bool maximize, bool first_run, int64_t seed, const IntList& draws) {
   std::vector<StepList> lists = step_lists(grads, params, low);
   const StepList buffers{&momentum_buffers, kState, true, kSigned};
   if (momentum != 0) lists.push_back(buffers);
   std::vector<StateScales> scales;
   if (momentum != 0) scales.push_back({&buffers, &momentum_scales});
-  StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, scales, maximize, seed, draws, starts);
+  StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, scales, maximize, seed, draws);
   const Number rate = apart<Loop>(lr, lists, job);
   const SgdRule rule{scalar<Loop, double>(rate)};
   const auto run = [&](auto functor) {

@@ -25,7 +25,6 @@ struct StepRow {
   // is rounded stochastically.
   c10::ScalarType dtype[kPlaces];
   uint64_t draw;  // selects the random bits, with the job's seed
-  int64_t start;  // for the random bits: of a shard, the index of its first element in the whole tensor
 };
 
 // The numbers of Adam. lr and the count of steps are host numbers, or in device memory.

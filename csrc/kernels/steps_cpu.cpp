@@ -102,14 +102,12 @@ template <class Loops, class Visit>
 void with_random(const StepRow& row, uint64_t seed, int64_t begin, int64_t end, const Visit& visit) {
   if (row.dtype[kParam] != at::kBFloat16) return visit(begin, end, static_cast<const uint16_t*>(nullptr));
   constexpr int64_t kPart = 2048;
-  constexpr int64_t kAtOnce = kDrawn * Loops::kGroups;
-  static_assert(kChunk % kPart == 0 && kPart % kAtOnce == 0);
-  alignas(64) uint16_t random[kPart + kAtOnce];
+  static_assert(kChunk % kPart == 0 && kPart % (kDrawn * Loops::kGroups) == 0);
+  alignas(64) uint16_t random[kPart];
   for (; begin < end; begin += kPart) {
     const int64_t last = std::min(begin + kPart, end);
-    const int64_t before = (row.start + begin) % kAtOnce, first = row.start + begin - before;
-    Loops::fill_random(seed, row.draw, first / kDrawn, (before + last - begin + kDrawn - 1) / kDrawn, random);
-    visit(begin, last, static_cast<const uint16_t*>(random + before));
+    Loops::fill_random(seed, row.draw, begin / kDrawn, (last - begin + kDrawn - 1) / kDrawn, random);
+    visit(begin, last, static_cast<const uint16_t*>(random));
   }
 }
 

@@ -37,31 +37,17 @@ __device__ void load_numbers(Work& work, const Rule& rule, const UnscaleRule& un
 }
 
 // Returns the largest `own` of the 32 threads of a warp. All of them must call it.
-__device__ inline uint32_t largest_of_warp(uint32_t own) {
+struct LargestOfWarp {
+  __device__ uint32_t operator()(uint32_t own) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(0xFFFFFFFFu, own);
+    return __reduce_max_sync(0xFFFFFFFFu, own);
 #else
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, own, lanes);
-    own = own < other ? other : own;
-  }
-  return own;
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, own, lanes);
+      own = own < other ? other : own;
+    }
+    return own;
 #endif
-}
-
-// Returns the largest `own` of the `group` threads beside each other that this thread belongs to. `group` is 32 or a
-// multiple that divides kThreads. All threads of the block must call it.
-struct LargestOfGroup {
-  __device__ uint32_t operator()(uint32_t own, int group) const {
-    uint32_t largest = largest_of_warp(own);
-    if (group == 32) return largest;
-    __shared__ uint32_t of_warps[kThreads / 32];
-    const int warp = static_cast<int>(threadIdx.x) / 32, warps = group / 32, first = warp / warps * warps;
-    __syncthreads();  // Without this, a slower thread would read the new values as results of the call before
-    if (threadIdx.x % 32 == 0) of_warps[warp] = largest;
-    __syncthreads();
-    for (int w = 0; w < warps; ++w) largest = largest < of_warps[first + w] ? of_warps[first + w] : largest;
-    return largest;
   }
 };
 
@@ -72,11 +58,11 @@ __device__ void run_work(const Work& work, const StepBlocks& row, int chunk) {
 }
 template <class Work>
 __device__ void run_work(const Work& work, const CodedBlocks& row, int chunk) {
-  run_coded_chunk(work, row, chunk, blockIdx.x, static_cast<int>(threadIdx.x), LargestOfGroup());
+  run_coded_chunk(work, row, chunk, blockIdx.x, static_cast<int>(threadIdx.x), LargestOfWarp());
 }
 
 template <class F, class Rule, int kBytes, bool kRounds>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, StepBlocks::kResident)
     run_steps(const __grid_constant__ Arguments<StepBlocks, kBytes> arguments, const StepBlocks* buffer, int count,
               int chunk, StepWork<F, kRounds> work, Rule rule, UnscaleRule unscale, const float* found_inf,
               const typename F::Rates* rates) {
@@ -87,9 +73,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   run_work(work, row, chunk);
 }
 
-// Three blocks per multiprocessor: with the registers of four, twice as many bytes would be spilled.
 template <class F, class Rule, int kBytes>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, CodedBlocks::kResident)
     run_coded_steps(const __grid_constant__ Arguments<CodedBlocks, kBytes> arguments, const CodedBlocks* buffer,
                     int count, int chunk, CodedStepWork<F> work, Rule rule, UnscaleRule unscale, const float* found_inf,
                     const typename F::Rates* rates) {
@@ -101,8 +86,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 }
 
 template <class Work, class R, int kBytes>
-__global__ void __launch_bounds__(kThreads, 4) run_conversion(const __grid_constant__ Arguments<R, kBytes> arguments,
-                                                              const R* buffer, int count, int chunk, Work work) {
+__global__ void __launch_bounds__(kThreads, R::kResident)
+    run_conversion(const __grid_constant__ Arguments<R, kBytes> arguments, const R* buffer, int count, int chunk,
+                   Work work) {
   const R* rows = buffer != nullptr ? buffer : arguments.rows;
   run_work(work, rows[row_of(rows, count, blockIdx.x)], chunk);
 }

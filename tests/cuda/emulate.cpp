@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../../csrc/kernels/chunk.h"
+#include "../../csrc/kernels/coded_chunk.h"
 #include "../../csrc/kernels/step_chunk.h"
 
 using namespace amp_patch;
@@ -28,7 +29,7 @@ struct Options {
 };
 
 struct Seen {
-  int64_t linear, strided, scattered, launches, blocks, widest;
+  int64_t linear, strided, scattered, launches, blocks, widest, runs;
 };
 }
 
@@ -174,14 +175,36 @@ extern "C" int emulate(const char* op, int64_t count, const Given* x, const Give
   return status_of([&] { return with(float()) + with(double()); });
 }
 
-// The blocks of tensors of these sizes.
-extern "C" int64_t count_blocks(int64_t count, const int64_t* sizes) {
-  std::vector<Row<1>> rows(count);
+namespace {
+
+template <class R>
+int64_t blocks_of_sizes(int64_t count, const int64_t* sizes) {
+  std::vector<R> rows(count);
   for (int64_t i = 0; i < count; ++i) rows[i].size = sizes[i];
   return number_blocks(rows, chunk_size(rows));
 }
 
+}  // namespace
+
+// The blocks of tensors of these sizes; `coded`: of a step whose states are codes.
+extern "C" int64_t count_blocks(int64_t count, const int64_t* sizes, int64_t coded) {
+  return coded ? blocks_of_sizes<CodedBlocks>(count, sizes) : blocks_of_sizes<StepBlocks>(count, sizes);
+}
+
 namespace {
+
+// Counts the packs and single elements of `work`.
+template <class Work>
+struct Counted {
+  const Work& work;
+  int64_t& runs;
+
+  template <int V, class R>
+  void run(const R& row, int64_t at) const {
+    ++runs;
+    work.template run<V>(row, at);
+  }
+};
 
 struct Places {  // where an optimizer's lists are, as Python hands them over; null: there is none
   const Given* lists[kPlaces];
@@ -198,16 +221,15 @@ void run_places(const std::vector<StepBlocks>& rows, const Options& options, See
       const StepBlocks& row = part[row_of(part.data(), static_cast<int>(part.size()), block)];
       const auto work = work_of(row);
       for (int t = 0; t < kThreads; ++t) {
-        run_step_chunk(work, row, static_cast<int>(chunk), block, options.backwards ? kThreads - 1 - t : t);
+        const int thread = options.backwards ? kThreads - 1 - t : t;
+        run_step_chunk(Counted<decltype(work)>{work, seen.runs}, row, static_cast<int>(chunk), block, thread);
       }
     }
   });
 }
 
-// Of what is rounded stochastically: tensor i has draw kFirstDraw + i, and is the part of one that starts at kStart *
-// i.
+// Of what is rounded stochastically: tensor i has draw kFirstDraw + i.
 constexpr uint64_t kSeed = 7, kFirstDraw = uint64_t{3} << 40;
-constexpr int64_t kStart = 10;
 
 template <class F>
 StepWork<F, true> with_numbers(const double* numbers, bool flag) {
@@ -237,7 +259,6 @@ extern "C" int emulate_step(const char* op, int64_t count, const Places* places,
     }
     row.step = places->steps != nullptr ? places->steps[i] : nullptr;
     row.draw = kFirstDraw + static_cast<uint64_t>(i);
-    row.start = kStart * i;
   }
   const std::vector<StepBlocks> rows = blocks_of(given);
   for (const StepBlocks& row : rows) seen->widest = std::max<int64_t>(seen->widest, row.width);

@@ -15,7 +15,7 @@
 #define __shared__ static  // blocks run one after the other
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __syncthreads() host::wait_for_the_block()
+#define __syncthreads() host::barrier()
 #define __shfl_xor_sync(mask, own, other) host::of_lane(own, other)
 #define CUDART_VERSION 13000
 #define C10_CUDA_CHECK(call) TORCH_CHECK((call) == cudaSuccess)
@@ -37,7 +37,7 @@ namespace host {
 bool capturing = false, steps_on_host = false, backwards = false;
 int64_t fails_at = -1;            // which allocation or launch fails
 int64_t most_blocks = INT32_MAX;  // of a launch
-int64_t allocations = 0, launches = 0;
+int64_t allocations = 0, launches = 0, barriers = 0;
 
 int64_t guards = 0;
 cudaError_t last_error = cudaSuccess;
@@ -67,6 +67,11 @@ int running;
 const std::function<void()>* body;
 
 void wait_for_the_block() { swapcontext(&contexts[running], &scheduler); }
+
+void barrier() {
+  if (running == 0) ++barriers;
+  wait_for_the_block();
+}
 
 // The block waits, not only the warp: all of its threads come here equally often.
 uint32_t of_lane(uint32_t own, int other) {
@@ -206,5 +211,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     host::fails_at = event;
     host::allocations = host::launches = 0;
   });
+  m.def("barriers", [] { return host::barriers; });
   m.def("seen", [] { return std::make_pair(host::allocations, host::launches); });  // since fail_at
 }

@@ -39,7 +39,9 @@ class Options(ctypes.Structure):
 
 
 class Seen(ctypes.Structure):
-    _fields_ = tuple((n, ctypes.c_int64) for n in ("linear", "strided", "scattered", "launches", "blocks", "widest"))
+    _fields_ = tuple(
+        (n, ctypes.c_int64) for n in ("linear", "strided", "scattered", "launches", "blocks", "widest", "runs")
+    )
 
 
 def build() -> ctypes.CDLL:

@@ -180,15 +180,14 @@ def test_chunks_grow_with_the_work(emulate):
     assert emulate("check_finite", [src[0][:1]] * 3)[2].blocks == 3
 
 
-SLOTS = 528  # blocks that run at once on an H100
-
-
-def test_no_wave_is_begun_for_a_few_blocks(library):
+@pytest.mark.parametrize(("coded", "slots"), [(False, 528), (True, 396)])  # blocks that run at once on an H100
+def test_no_wave_is_begun_for_a_few_blocks(library, coded, slots):
     library.count_blocks.restype = ctypes.c_int64
-    for total in range(20_000_000, 220_000_000, 7_654_321):
-        for tensors in (1, 50, 400):
+    for total in (8_000_000, 100_000_000, *range(20_000_000, 200_000_000, 7_654_321)):
+        for tensors in (1, 50, 300):
             sizes = (ctypes.c_int64 * tensors)(*([total // tensors] * tensors))
-            assert 3 * SLOTS < library.count_blocks(tensors, sizes) <= 4 * SLOTS
+            waves = library.count_blocks(tensors, sizes, ctypes.c_int64(coded)) / slots
+            assert (3.7 if tensors == 1 else 3) < waves <= 4, (total, tensors)
 
 
 def layouts(dtype, seed=0):

@@ -133,17 +133,16 @@ def test_halves(way):
 def test_stochastic_rounding_has_the_cpus_bits(way):
     masters = draw(SIZES * 70, 4)
     draws = [number << 40 | 5 for number in range(len(masters))]
-    starts = [number % 23 for number in range(len(masters))]
     ours, theirs = ([torch.empty_like(m, dtype=torch.bfloat16) for m in masters] for _ in range(2))
-    mt.multi_tensor_stochastic_round(masters, ours, 3, draws, starts)
+    mt.multi_tensor_stochastic_round(masters, ours, 3, draws)
     with mt.use_backend("torch"):
-        mt.multi_tensor_stochastic_round(masters, theirs, 3, draws, starts)
+        mt.multi_tensor_stochastic_round(masters, theirs, 3, draws)
     assert all(map(torch.equal, ours, theirs))
     grads, whole = draw(SIZES * 70, 5), [weight.float() for weight in ours]
     options = SGD | {"momentum": 0.0}
-    mt.multi_tensor_sgd(grads, ours, None, **options, seed=3, draws=draws, starts=starts)
+    mt.multi_tensor_sgd(grads, ours, None, **options, seed=3, draws=draws)
     mt.multi_tensor_sgd(grads, whole, None, **options)
-    mt.multi_tensor_stochastic_round(whole, theirs, 3, draws, starts)
+    mt.multi_tensor_stochastic_round(whole, theirs, 3, draws)
     assert all(map(torch.equal, ours, theirs))
 
 
@@ -179,6 +178,19 @@ def test_a_step_on_codes_is_decode_step_encode_to_the_bit(way, form, kernel, mon
     for i, state in enumerate(states(OF_KERNEL[kernel][-1])):
         if i != 1:  # FP32
             assert all(map(same_bits, codes[2 * i : 2 * i + 2], state))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_no_warp_waits_for_another_wherever_a_gradient_begins(gpu, offset):
+    """As in a DDP bucket behind a tensor of an odd size."""
+    grad, param, (codes, scales) = torch.randn(9000), torch.randn(9000), encoded(torch.randn(9000), torch.int8)
+    wanted = [each.clone() for each in (param, codes, scales)]
+    before = gpu.barriers()
+    mt.multi_tensor_sgd([torch.cat([grad[:offset], grad])[offset:]], [param], [codes], scales=[[scales]], **SGD)
+    assert gpu.barriers() == before
+    with mt.use_backend("torch"):
+        mt.multi_tensor_sgd([grad], wanted[:1], wanted[1:2], scales=[wanted[2:]], **SGD)
+    assert_rounded_alike([param, scales], [wanted[0], wanted[2]])
 
 
 def test_a_tensor_in_several_launches_has_its_own_scales(gpu):

@@ -84,7 +84,8 @@ def test_steps(step, low, dtype, op, options):
 def test_accesses_are_as_wide_as_alignment_allows(step, offset, width):
     whole = torch.randn(200)
     lists = {"grads": [whole[offset : offset + 90]], "params": [torch.zeros(90)], "m": [torch.zeros(90)]}
-    assert step("sgd", lists, numbers=(1, 0, 1, 0.9)).widest == width
+    seen = step("sgd", lists, numbers=(1, 0, 1, 0.9))
+    assert seen.widest == width and seen.runs == 22 + 2, "packs of four, and the last two elements"
     assert torch.equal(lists["params"][0], -lists["grads"][0])
 
 
@@ -120,7 +121,7 @@ def test_a_step_of_split_masters(step):
     assert torch.equal(joined, master)
 
 
-SEED, FIRST_DRAW, START = 7, 3 << 40, 10  # of emulate.cpp
+SEED, FIRST_DRAW = 7, 3 << 40  # of emulate.cpp
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4])
@@ -129,16 +130,16 @@ def test_stochastic_rounding_has_the_same_bits_in_any_blocks(step, offset, optio
     masters = [torch.randn(n + offset)[offset:] for n in SIZES]
     weights = [torch.empty(n + offset, dtype=torch.bfloat16)[offset:] for n in SIZES]
     wanted = [torch.empty_like(w) for w in weights]
-    draws, starts = ([first + by * i for i in range(len(SIZES))] for first, by in ((FIRST_DRAW, 1), (0, START)))
+    draws = [FIRST_DRAW + i for i in range(len(SIZES))]
     step("stochastic_round", {"grads": masters, "params": weights}, **options)
-    multi_tensor.multi_tensor_stochastic_round(masters, wanted, SEED, draws, starts)
+    multi_tensor.multi_tensor_stochastic_round(masters, wanted, SEED, draws)
     assert all(map(torch.equal, weights, wanted))
     grads, buffers = [torch.randn(n) for n in SIZES], [torch.zeros(n) for n in SIZES]
     stepped = [weight.float() for weight in weights]
     lists = {"grads": grads, "m": buffers}
     step("sgd", {**lists, "params": weights}, numbers=(1, 0, 0.1, 0.9), **options)
     step("sgd", {**lists, "params": stepped, "m": [torch.zeros(n) for n in SIZES]}, numbers=(1, 0, 0.1, 0.9))
-    multi_tensor.multi_tensor_stochastic_round(stepped, wanted, SEED, draws, starts)
+    multi_tensor.multi_tensor_stochastic_round(stepped, wanted, SEED, draws)
     assert all(map(torch.equal, weights, wanted))
 
 

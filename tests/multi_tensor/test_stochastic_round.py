@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
@@ -154,30 +153,6 @@ def test_threads_and_the_place_among_other_tensors_change_no_bit():
         torch.set_num_threads(threads)
     assert not torch.equal(rounded(master, draws=[12])[0], alone)
     assert not torch.equal(rounded(master, seed=6, draws=[11])[0], alone)
-
-
-@device
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_a_step_of_a_part_has_the_bits_of_the_step_of_the_whole(device, optimizer):
-    values = [torch.randn(5003, generator=torch.Generator().manual_seed(seed)).to(device) for seed in range(2)]
-    cuts = [0, 1, 1027, 3000, 5003]
-
-    def step(parts: list[slice], starts: list[int]) -> Tensor:
-        grads, masters = ([value[part].clone() for part in parts] for value in values)
-        weights = [master.bfloat16() for master in masters]
-        m, v = ([torch.zeros_like(grad) for grad in grads] for _ in range(2))
-        chance = {"seed": 3, "draws": [5] * len(parts), "starts": starts}
-        for _ in range(2):
-            if optimizer == "sgd":
-                mt.multi_tensor_sgd(grads, weights, m, **SGD, **chance)
-            else:
-                mt.multi_tensor_adam(grads, weights, m, v, None, 0.0, **ADAM, **chance)
-        return torch.cat(weights)
-
-    parts = [slice(*pair) for pair in itertools.pairwise(cuts)]
-    whole = step([slice(0, 5003)], [])
-    assert torch.equal(step(parts, cuts[:-1]), whole)
-    assert not torch.equal(step(parts, []), whole)
 
 
 def test_elements_are_counted_in_memory_order():
