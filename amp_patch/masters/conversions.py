@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.support.compiled import wraps
+from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Installation
 
 _installation = Installation()
@@ -26,10 +27,16 @@ def refuse_conversions(has_master: Callable[[Tensor], Any]) -> None:
     )
 
 
+def _refuses(module: nn.Module) -> bool:
+    """Tell whether `module` refuses conversions itself: the generated class of a model of `initialize` does."""
+    return isinstance(module, Generated) and getattr(type(module), _NAME) is not getattr(module._amp_base, _NAME)
+
+
 def _refusing(own: Callable[..., Any], has_master: Callable[[Tensor], Any]) -> Callable[..., Any]:
     @wraps(own)
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        for dtype in {param.dtype for param in self.parameters() if has_master(param)}:
+        refusing = any(module is not self and _refuses(module) for module in self.modules())  # that one raises
+        for dtype in set() if refusing else {param.dtype for param in self.parameters() if has_master(param)}:
             try:
                 became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
             except Exception:  # `fn` fails on an empty CPU tensor: its result is unknown
