@@ -30,7 +30,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy models: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo picture accuracy models test test-more test-all stories mutations test-versions test-release test-arm lint format bench rivals sanitize cuda-compile gpu-check clean
+.PHONY: help demo picture accuracy models healthy test test-more test-all stories mutations test-versions test-release test-arm lint format bench rivals sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ accuracy: $(VENV)/installed ## docs/accuracy.md and accuracy-formats.md again: t
 
 models: $(VENV)/models ## docs/models.md: public models of other packages at each level, those without a result yet; hours
 	PYTHONPATH=$(VENV)/models_packages $(BIN)/python benchmarks/models.py $(if $(ONLY),--only $(ONLY))
+
+healthy: $(VENV)/models ## the survey of 38 healthy models in three states each: no level may be told; half an hour
+	PYTHONPATH=$(VENV)/models_packages $(BIN)/python benchmarks/healthy.py $(if $(ONLY),--only $(ONLY))
 
 # The tests start hundreds of Pythons, each of which would compile amp_patch again where the shell says not to keep that.
 test test-more test-all: export PYTHONDONTWRITEBYTECODE :=

@@ -20,7 +20,7 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 def marked(case: Callable, word: str = "breaks") -> dict[int, set[str]]:
-    """Return {line number: levels} from the comments of a case. The word "notes" marks lines that break no level."""
+    """Return {line number: levels} from the comments of a case."""
     lines, first = inspect.getsourcelines(case)
     wanted = re.compile(rf"# .*{word}: ([O\d ]+)(;|$)")
     found = ((number, wanted.search(line.rstrip())) for number, line in enumerate(lines, first))
@@ -100,7 +100,7 @@ def years():
             nn.init.constant_(self.layer.bias, 1995.0)
 
         def forward(self, x, year):
-            return (self.layer(x)[:, 0] - year).square().mean()  # breaks: O4 O5 O6 O7; notes: O5 O7
+            return (self.layer(x)[:, 0] - year).square().mean()  # breaks: O4 O5 O6 O7
 
     return Net(), lambda loss: loss, (torch.randn(8, 4), torch.arange(1980.0, 2012.0, 4.0))
 
@@ -112,7 +112,7 @@ def years_near_the_first_prediction():
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x, y):
-            return F.l1_loss(input=self.layer(x) + 3000, target=y)  # breaks: O1 O2 O3 O4 O5 O6 O7; notes: O5 O7
+            return F.l1_loss(input=self.layer(x) + 3000, target=y)  # breaks: O1 O2 O3 O4 O5 O6 O7
 
     return Net(), lambda loss: loss, (torch.randn(8, 4), 3000 + torch.randn(8, 4))
 

@@ -30,7 +30,7 @@ def ctc():
 
         def forward(self, x, y):
             inputs, targets = torch.full((2,), 12), torch.full((2,), 3)
-            return F.ctc_loss(self.layer(x).log_softmax(-1), y, inputs, targets)  # breaks: O2 O3 O5 O7; notes: O5 O7
+            return F.ctc_loss(self.layer(x).log_softmax(-1), y, inputs, targets)  # breaks: O2 O3 O5 O7
 
     return Net(), lambda loss: loss, (torch.randn(12, 2, 4), torch.randint(1, 5, (2, 3)))
 
@@ -167,7 +167,7 @@ def loss_inside():
             self.layer = nn.Linear(4, 5)
 
         def forward(self, x, y):
-            return F.cross_entropy(self.layer(x), y)  # notes: O5 O7
+            return F.cross_entropy(self.layer(x), y)
 
     return Net(), lambda loss: loss, (torch.randn(64, 4), torch.randint(0, 5, (64,)))
 

@@ -91,7 +91,7 @@ def total_of_a_loop():
             total = 0.0
             for step in range(2500):
                 total = total + self.layer(x[step % 8]).square().mean()  # off: O1 O2 O3 O4 O5 O6 O7
-            return total / 2500  # notes: O5 O7
+            return total / 2500
 
     return Net(), lambda loss, scale: scale[0] * loss.float(), (torch.randn(8, 4), torch.ones(1))
 

@@ -21,7 +21,6 @@ class Finding(NamedTuple):
         edit: a change of user code that avoids the problem.
         line: the line of user code at fault, if it is not the line of the call; else None.
         op: the operation at fault, if it is not the function of the call; else "".
-        breaks: whether the problem breaks the levels, by an error or wrong numbers. If not, the finding is a note.
         raises: whether the problem is an error, which a level without that error does not have.
         served: whether `run` and `compare` train an unedited script without the problem.
     """
@@ -31,7 +30,6 @@ class Finding(NamedTuple):
     edit: str
     line: Place | None = None
     op: str = ""
-    breaks: bool = True
     raises: bool = False
     served: bool = False
 
@@ -47,10 +45,6 @@ def where(kinds: Kinds, happens: Callable[[torch.dtype], bool]) -> Kinds:
     """Return the members of `kinds` for whose type `happens` returns True. Calls `happens` once for each type."""
     types = [dtype for dtype in LOW_PRECISION if any(kind.dtype is dtype for kind in kinds) and happens(dtype)]
     return frozenset(kind for kind in kinds if kind.dtype in types)
-
-
-def number(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def name_of(call: Call, at: int) -> str:

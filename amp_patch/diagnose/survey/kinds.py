@@ -126,7 +126,6 @@ class Facts:
         finite: the levels at which a mask in it stays finite, since user code takes the smallest, or the largest,
             number of the type.
         guard: the number that keeps it away from 0, but rounds to 0 at a level.
-        line: if it is learned and has one element, the line that made it.
         name: if it is an input or a buffer of the model, its name for messages; "" for other tensors.
     """
 
@@ -140,7 +139,6 @@ class Facts:
     infinite: Kinds = NONE
     finite: Kinds = NONE
     guard: Guard | None = None
-    line: Place | None = None
     name: str = ""
 
 

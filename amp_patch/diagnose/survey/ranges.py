@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from amp_patch.diagnose.survey.calls import Call
-from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, number, type_names, where
+from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, type_names, where
 from amp_patch.diagnose.survey.kinds import KINDS, Facts, Guard, Kind, Kinds
 from amp_patch.diagnose.survey.masks import is_two_valued_mask
+from amp_patch.diagnose.wording import figure
 
 _NEAR = 4.0  # an activation within this factor of the largest number of its type is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
@@ -23,16 +24,23 @@ _NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all"
 
 
 def _overflows(call: Call) -> Iterator[Finding]:
-    """Find results of calls, and inputs and buffers of the model, with finite numbers that are infinite at a level."""
-    if is_view(call) or call.op == "output":
+    """Find results of calls, and inputs and buffers of the model, with finite numbers that are infinite at a level.
+
+    Activations that come within `_NEAR` of the type's largest number are found too: a later step may overflow.
+    """
+    if is_view(call):
         return
     edit = "divide it first, or name the module in keep_fp32=, or take BF16 (O4, O5)"
     for tensor, facts in call.outputs:
         if facts.learned:
             low, high = call.range(_written(call, tensor)) if facts.low else (0.0, 0.0)
-            high = max(high, 0.0) if facts.masked else high  # all of the numbers may be the mask's
-            kinds = frozenset(k for k in facts.low if not (k.holds(high) and (k.holds(low) or facts.masked)))
-            worst = high if high >= -low or facts.masked else low
+            worst = max(high, 0.0) if facts.masked else max(low, high, key=abs)  # the lowest may be the mask's
+            kinds = frozenset(k for k in facts.low if not k.holds(worst))
+            if near := frozenset(k for k in facts.low - kinds if abs(worst) * _NEAR > torch.finfo(k.dtype).max):
+                edge = figure(torch.finfo(min(near, key=KINDS.index).dtype).max)
+                what = f"{call.op} reaches {figure(abs(worst))}, near to {type_names(near)}'s largest, {edge}"
+                if call.inside and call.op not in ("input", "buffer"):
+                    yield Finding(near, what, "divide it first, or take BF16 (O4, O5)")
             if abs(worst) == torch.finfo(torch.float32).max:
                 kinds -= facts.finite
         else:
@@ -44,7 +52,7 @@ def _overflows(call: Call) -> Iterator[Finding]:
             worst = max(call.range(tensor), key=abs) if kinds else 0.0
         if kinds:
             name = facts.name if call.op in ("input", "buffer") else call.op
-            yield Finding(kinds, f"{name} has {number(worst)}, which is infinite in {type_names(kinds)}", edit)
+            yield Finding(kinds, f"{name} has {figure(worst)}, which is infinite in {type_names(kinds)}", edit)
 
 
 def _written(call: Call, tensor: Tensor) -> Tensor:
@@ -66,21 +74,6 @@ def _turns_infinite(call: Call, tensor: Tensor, value: Tensor) -> bool:
     if not lost.numel() or bool(lost.max() < 0 and lost.min() == lost.max()):
         return False
     return call.op == "input" or not is_two_valued_mask(tensor.detach())
-
-
-def _comes_near(call: Call) -> Iterator[Finding]:
-    """Find activations whose largest number times `_NEAR` exceeds the range of the type: a later step may overflow."""
-    if is_view(call) or not call.inside or call.op in ("input", "buffer", "output"):
-        return
-    for tensor, facts in call.outputs:
-        if facts.learned and facts.low:
-            low, high = call.range(_written(call, tensor))
-            most = high if facts.masked else max(high, -low)
-            kinds = frozenset(k for k in facts.low if k.holds(most) and most * _NEAR > torch.finfo(k.dtype).max)
-            if kinds:
-                edge = number(torch.finfo(min(kinds, key=KINDS.index).dtype).max)
-                what = f"{call.op} reaches {number(most)}, near to {type_names(kinds)}'s largest, {edge}"
-                yield Finding(kinds, what, "divide it first, or take BF16 (O4, O5)")
 
 
 def _mask_fills_a_row(call: Call) -> Iterator[Finding]:
@@ -151,7 +144,7 @@ def _guards_vanish(call: Call) -> Iterator[Finding]:
     kinds = where(facts.low, lambda dtype: bool(((size > 0) & (size.to(dtype) == 0)).any()))
     guard = facts.guard
     if guard is not None and (found := kinds | (guard.kinds & facts.low)):
-        what = f"{number(guard.number)} is 0 in {type_names(found)}, and {call.op} meets a 0"
+        what = f"{figure(guard.number)} is 0 in {type_names(found)}, and {call.op} meets a 0"
         yield Finding(found, what, "a larger number, 1e-5, or x.float() before it", guard.line)
     elif kinds and call.op != "sqrt":
         what = f"{call.op} of numbers that are not 0, and are 0 in {type_names(kinds)}"
@@ -191,7 +184,7 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
     kinds = frozenset(kind for kind in rounded if most * kind.step > _NATS)
     if kinds:
         worst = most * max(kind.step for kind in kinds)
-        what = f"the largest arguments of {call.op}, up to {number(most)}, are off by up to {number(worst)} in "
+        what = f"the largest arguments of {call.op}, up to {figure(most)}, are off by up to {figure(worst)} in "
         yield Finding(kinds, f"{what}{type_names(kinds)}", "a larger temperature; or x.float() before the product")
 
 
@@ -222,14 +215,13 @@ def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
         return 2 * int((varies & (noise > _SHARE**2 * variance)).sum()) > int(varies.sum())
 
     if kinds := where(facts.low, is_noise):
-        worst = number(float(variance[varies].min()))
+        worst = figure(float(variance[varies].min()))
         what = f"{call.op} of numbers with a variance of {worst}: they differ by less than {type_names(kinds)}'s steps"
         yield Finding(kinds, what, "take the mean off, or scale them up, before the model; or keep_fp32= for both")
 
 
 RANGES: tuple[Rule, ...] = (
     _overflows,
-    _comes_near,
     _mask_fills_a_row,
     _guards_vanish,
     _softmax_is_coarse,

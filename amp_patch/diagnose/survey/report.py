@@ -47,9 +47,7 @@ class Line:
     @property
     def note(self) -> str:
         """The end of the line's first line in a report: why the line is a note. "" if it breaks its levels."""
-        if self.breaks:
-            return ""
-        return f", a note: {_SERVED if self.served else 'the training does not break by it'}"
+        return "" if self.breaks else f", a note: {_SERVED}"
 
     @property
     def key(self) -> tuple[object, ...]:

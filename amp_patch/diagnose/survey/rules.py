@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from amp_patch.diagnose.survey.calls import Call
-from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, name_of, number, type_names, where
+from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, name_of, type_names, where
 from amp_patch.diagnose.survey.kinds import CASTING, Facts, Kind, Kinds
 from amp_patch.diagnose.survey.masks import is_two_valued_mask
 from amp_patch.diagnose.survey.ranges import RANGES
+from amp_patch.diagnose.wording import figure
 
 _PIXEL = 0.25  # a larger error of a coordinate, in pixels, is reported
 _SHARE = 0.1  # a rounding error above this share of the spread of the numbers is reported
@@ -46,7 +47,7 @@ def _whole_numbers_change(call: Call) -> Iterator[Finding]:
     for at, (tensor, facts) in enumerate(call.inputs):
         changed = frozenset() if facts.learned else _changed_whole_numbers(tensor, facts)
         if kinds := frozenset(kind for kind in changed if _results_otherwise(call, kind)):
-            what = f"{name_of(call, at)} has whole numbers up to {number(max(map(abs, call.range(tensor))))}: they are "
+            what = f"{name_of(call, at)} has whole numbers up to {figure(max(map(abs, call.range(tensor))))}: they are "
             yield Finding(kinds, f"{what}others in {type_names(kinds)}", "pass them as int64, which no level casts")
             return
 
@@ -84,9 +85,9 @@ def _targets_are_coarse(call: Call) -> Iterator[Finding]:
     if kinds:
         most = max(map(abs, call.range(target)))
         steps = max(torch.finfo(kind.dtype).eps for kind in kinds) * 2 ** math.floor(math.log2(max(most, 1e-30)))
-        what = f"the targets of {call.op} are numbers up to {number(most)}, where {type_names(kinds)} has steps of "
+        what = f"the targets of {call.op} are numbers up to {figure(most)}, where {type_names(kinds)} has steps of "
         edit = "take the mean off the targets and divide by their spread; or the loss outside of the model"
-        yield Finding(kinds, f"{what}{number(steps)}", edit)
+        yield Finding(kinds, f"{what}{figure(steps)}", edit)
 
 
 # Errors, refusals and requests
@@ -209,22 +210,6 @@ def _arrays_fail(call: Call) -> Iterator[Finding]:
             yield Finding(kinds, "numpy() of BF16 is an error", edit, raises=True, served=True)
 
 
-def _loss_is_coarse(call: Call) -> Iterator[Finding]:
-    """Find a loss that the model itself computes in BF16, so that it has the coarse steps of BF16.
-
-    This is a note: the gradient of the loss is 1, however the loss is rounded.
-    """
-    for tensor, facts in call.outputs if call.op == "output" else ():
-        kinds = frozenset(kind for kind in facts.low & CASTING if kind.dtype is torch.bfloat16)
-        if kinds and tensor.dim() == 0 and tensor.requires_grad:
-            steps = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(
-                math.log2(max(*map(abs, call.range(tensor)), 1e-30))
-            )
-            what = f"the loss is computed inside of the model: what is logged has BF16's steps, {number(steps)}"
-            edit = "logits.float() before the loss, or the loss outside of the model"
-            yield Finding(kinds, what, edit, facts.line, "loss", breaks=False)
-
-
 RULES: tuple[Rule, ...] = (
     *RANGES,
     _pixels_move,
@@ -236,5 +221,4 @@ RULES: tuple[Rule, ...] = (
     _asked_for_fp32,
     _writes_stand_still,
     _arrays_fail,
-    _loss_is_coarse,
 )

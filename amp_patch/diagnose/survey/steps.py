@@ -35,6 +35,7 @@ from amp_patch.support.random_states import random_states, restored_random_state
 from amp_patch.training.scale_loss import scale_loss
 
 FLOOR = 0.01  # a parameter's gradient below this share of the mean one counts as this share
+_SPREAD = 1e-6  # rows of an output that differ by less than this share of its size count as differing by this share
 _LARGEST = 2.0**16  # a loss scale of FP16
 _ROOM = 2.0**14  # the first loss scale that is tried makes this of the largest gradient
 _SMALLER = (1.0, 2.0**-4, 2.0**-12, 2.0**-20, 2.0**-36)  # then these parts of it, until all gradients are finite
@@ -341,7 +342,7 @@ def spread_off(low: Tensor, exact: Tensor) -> float:
     if exact.dim() == 0 or len(exact) < 2:
         return off(low, exact)
     wide = widest(exact.device)
-    least = 1e-6 * norm(exact)
+    least = _SPREAD * norm(exact)
     low, exact = low.to(wide), exact.to(wide)
     return off(low - low.mean(0), exact - exact.mean(0), least)
 
@@ -349,7 +350,7 @@ def spread_off(low: Tensor, exact: Tensor) -> float:
 def offset(outputs: Sequence[Tensor]) -> float:
     """Return the size of the outputs over what the rows of a batch differ by, the largest of all outputs."""
     batches = [each for each in outputs if each.dim() and len(each) > 1]
-    return max((norm(each) / (norm(each - each.mean(0)) or math.inf) for each in batches), default=1.0)
+    return max((1 / max(norm(each - each.mean(0)) / (norm(each) or 1.0), _SPREAD) for each in batches), default=1.0)
 
 
 def off(low: Tensor, exact: Tensor, least: float = 0.0) -> float:

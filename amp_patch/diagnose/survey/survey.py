@@ -97,7 +97,7 @@ class Surveyor:
         line = finding.line or call.line
         module = running_module(self._names)
         op = finding.op or call.op
-        breaks = finding.breaks and not (finding.served and self.unedited)
+        breaks = not (finding.served and self.unedited)
         told = {"breaks": breaks, "raises": finding.raises, "served": finding.served}
         self.report.add(line, op, levels, finding.what, finding.edit, module=module, **told)
 

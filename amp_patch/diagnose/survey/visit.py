@@ -143,9 +143,7 @@ class Visitor(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction():
             for tensor in _floats(output):
-                facts = self.of(tensor)
-                self._show("output", tensor, facts)
-                self.facts[tensor] = uncast(facts)
+                self.facts[tensor] = uncast(self.of(tensor))
             for tensor, facts in self._before:
                 self.facts[tensor] = facts
             self._before = []
@@ -161,8 +159,7 @@ class Visitor(TorchFunctionMode):
                 self.facts[tensor] = cast(tensor, self.of(tensor), "")
 
     def _show(self, op: str, tensor: Tensor, facts: Facts) -> None:
-        inside = op != "output"
-        self.look(Call(None, inputs=[(tensor, facts)], outputs=[(tensor, facts)], inside=inside, name=op))
+        self.look(Call(None, inputs=[(tensor, facts)], outputs=[(tensor, facts)], inside=True, name=op))
 
     def of(self, tensor: Tensor) -> Facts:
         """Return the facts of a tensor."""
@@ -279,8 +276,6 @@ class Visitor(TorchFunctionMode):
                     one.permitted = low - CASTING
                 elif not call.lowers:
                     one.permitted = low & given[0].permitted
-            if low and len(made) == 1 and made[0].numel() == 1:
-                one.line = call.line
             return [one] * len(made)
         values = self._values(call, made, low)
         found = []

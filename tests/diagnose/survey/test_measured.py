@@ -76,7 +76,23 @@ def sparse():
     return model, F.cross_entropy, (torch.randint(0, 50, (4, 5)), torch.randint(0, 3, (4,)))
 
 
-HEALTHY = (transformer, convnet, recurrent, bias_before_a_norm, sparse)
+class OneCode(nn.Module):
+    """As VQ-VAE, with one code for all: the rows of the output are equal but for roundings."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.code, self.decode = nn.Linear(8, 8), nn.Parameter(torch.randn(8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.encode(x)
+        return self.decode(h + (self.code - h).detach()), (h - self.code.detach()).square().mean()
+
+
+def one_code():
+    return OneCode(), lambda out, y: F.mse_loss(out[0].float(), y) + out[1], (torch.randn(8, 8), torch.randn(8, 8))
+
+
+HEALTHY = (transformer, convnet, recurrent, bias_before_a_norm, sparse, one_code)
 
 
 @pytest.fixture(autouse=True)

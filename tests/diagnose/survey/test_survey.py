@@ -271,7 +271,7 @@ def test_a_line_is_named_at_the_levels_that_its_comment_has(case, device):
     for line in report.lines:
         assert line.file == inspect.getsourcefile(case)
         found[line.breaks].setdefault(line.line, set()).update(line.levels)
-    assert found == {True: marked(case), False: marked(case, "notes")}, str(report)
+    assert found == {True: marked(case), False: {}}, str(report)
     assert report.clear == [level for level in LEVELS if all(level not in each for each in marked(case).values())]
 
 
@@ -408,12 +408,6 @@ def test_the_report_says_what_it_judges_and_which_levels_are_clear():
     assert "clear: O4, O5, O6 and O7" in text
     assert "It trains nothing" in text
     assert report.broken == ["O1", "O2", "O3"]
-
-
-def test_a_note_does_not_count_as_a_line_that_breaks():
-    report = amp.survey(*made(survey_function_cases.loss_inside))
-    assert (report.broken, report.clear, len(report.lines)) == ([], LEVELS, 1)
-    assert "loss  at O5, O7, a note: the training does not break by it" in str(report)
 
 
 def test_a_line_has_the_modules_whose_forward_it_is():
