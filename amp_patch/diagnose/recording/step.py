@@ -163,16 +163,17 @@ def first_tensor(args: Any, kwargs: Any) -> Tensor | None:
 
 
 def sample(tensor: Tensor | None, count: int) -> list[Tensor | float]:
-    """Return up to `count` evenly spaced elements of a tensor, on its device; [] if it has no real numbers itself."""
-    if tensor is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_complex():
+    """Return copies of up to `count` evenly spaced elements of a tensor, on its device.
+
+    The list is empty if there is no tensor, or if it is a subclass or has no real numbers in memory of its own.
+    """
+    if tensor is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return []
-    if (
-        tensor.is_nested
-        or tensor.layout is not torch.strided
-        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    ):
+    is_functorchs = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if is_functorchs or tensor.is_meta or tensor.is_nested or tensor.is_complex():
         return []
-    return [*tensor.detach().flatten()[:: max(1, tensor.numel() // count)][:count].unbind()]
+    elements = tensor.detach().flatten()[:: max(1, tensor.numel() // count)][:count]
+    return [*elements.clone().unbind()]
 
 
 def _seconds(start: Any, end: Any) -> float:

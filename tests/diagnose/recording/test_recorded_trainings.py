@@ -275,3 +275,14 @@ def test_a_forked_process_does_not_write(tmp_path):
         one_step(model, optimizer)
     kinds = [event["event"] for event in read_lines(path.read_text().splitlines())]
     assert kinds == ["begin", "step", "step", "updates", "end"] and run.steps == 2 and not run.logged
+
+
+def test_a_recording_has_weights_and_inputs_of_the_first_forward_and_counts_forwards():
+    with amp.record() as run:
+        model, optimizer = started(lr=0.5)
+        for step in range(60):  # the figures are read meanwhile
+            with torch.no_grad():
+                model(torch.ones(1, 2))
+            one_step(model, optimizer, [[step + 0.5, 3.0]])
+    assert run.start == [1.0, 2.0, 0.5, 3.0] and run.forwards == 60
+    assert model.weight.tolist() != [[1.0, 2.0]]
