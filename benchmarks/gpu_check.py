@@ -4,9 +4,9 @@
     make gpu-check [ONLY=build,look,first,offload,wide,new] [OUT=figures.json]
 
 If a command may take at most ten minutes, run the check in three parts: ONLY=build,look,first,offload,wide,new has what
-no GPU has run; then ONLY=compare,tests,formats and ONLY=kernels,step,capture. The build runs first if it is named, or if the
-extension is missing or does not match the sources. So the other parts do not build again, even on another machine to
-which the build was copied.
+no GPU has run; then ONLY=compare,tests,formats and ONLY=kernels,step,capture. The build runs first if it is named, or
+if the extension is missing or does not match the sources. So the other parts do not build again, even on another
+machine to which the build was copied.
 
 First the script prints which requirements the machine has and lacks. A stage whose requirement is missing is left out,
 by name. Each stage has a time limit: a stage that exceeds it is killed, and the next one begins. After each stage two
@@ -120,7 +120,11 @@ STAGES = {
 }
 
 # The parts of a check if a command may take at most ten minutes: each takes less than 540 s, with the build.
-PARTS = (("build", "look", "first", "offload", "wide", "new"), ("compare", "tests", "formats"), ("kernels", "step", "capture"))
+PARTS = (
+    ("build", "look", "first", "offload", "wide", "new"),
+    ("compare", "tests", "formats"),
+    ("kernels", "step", "capture"),
+)
 
 # Requirement of preflight() -> the stages that need it. All stages need a requirement that is not listed.
 NEEDED_BY = {

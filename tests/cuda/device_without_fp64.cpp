@@ -1,9 +1,9 @@
 // A device for tests, torch's PrivateUse1: the memory is the host's, the kernels are the CPU's. It has no FP64, as
 // Apple's MPS and Intel's Arc: a tensor of that type cannot be made there. `called` has the operators that ran there.
 //
-// It counts what a GPU would pay for: bytes that it holds, bytes copied to and from the host by type, and the times that
-// the host waits for it. A copy to the host with non_blocking=True arrives only when the host waits: until then the
-// destination is full of NaN bytes. With `refuse_reads`, a read of a number by the host raises.
+// It counts what a GPU would pay for: bytes that it holds, bytes copied to and from the host by type, and the times
+// that the host waits for it. A copy to the host with non_blocking=True arrives only when the host waits: until then
+// the destination is full of NaN bytes. With `refuse_reads`, a read of a number by the host raises.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
@@ -30,10 +30,10 @@ constexpr auto kind = c10::DeviceType::PrivateUse1;
 std::mutex mutex;  // autograd has a thread for the device
 std::set<std::string> called;
 bool has_fp64 = false, reads_refused = false;
-std::map<std::string, int64_t> counts;            // "held", "peak", "waits", "down BFloat16", "up Float", ...
-std::map<void*, size_t> blocks;                   // the memory of the device
+std::map<std::string, int64_t> counts;                      // "held", "peak", "waits", "down BFloat16", "up Float", ...
+std::map<void*, size_t> blocks;                             // the memory of the device
 std::vector<std::pair<at::Tensor, at::Tensor>> on_the_way;  // (value when it was queued, destination on the host)
-thread_local bool falls_back = false;             // the CPU's kernel of an operator: its copies are not the device's
+thread_local bool falls_back = false;  // the CPU's kernel of an operator: its copies are not the device's
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
