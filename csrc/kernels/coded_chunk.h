@@ -91,8 +91,7 @@ C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t a
     }
     return;
   }
-  const c10::ScalarType dtype = row.dtype[kState + s];
-  const bool is_kept = kKept && dtype == kActivation;
+  const bool is_kept = kKept && row.dtype[kState + s] == kActivation;
   uint32_t own = 0;
   AMP_PATCH_UNROLL
   for (int p = 0; p < P; ++p) {
@@ -105,23 +104,23 @@ C10_HOST_DEVICE inline void write_state(const CodedBlocks& row, int s, int64_t a
   }
   const uint32_t largest = most(own);
   if (live == 0) return;
-  const auto write = [&](auto codes) {
-    constexpr Codes kCodes = decltype(codes)::value;
-    const float scale = scale_of<kCodes>(largest);
-    AMP_PATCH_UNROLL
-    for (int p = 0; p < P; ++p) {
-      if (!is_live<V>(p, live)) break;
-      write_pack(row, kState + s, at + p, codes_of<kCodes>(values[p], scale));
-    }
-    if (at * V % kBlock == 0) *global(row.scales[s] + at * V / kBlock) = scale;  // by the block's first thread
-  };
-  if (dtype == c10::ScalarType::Char) return write(std::integral_constant<Codes, Codes::kSigned>());
-  if (dtype == c10::ScalarType::Byte) return write(std::integral_constant<Codes, Codes::kUnsigned>());
-  if constexpr (kKept) write(std::integral_constant<Codes, Codes::kKept>());
+  const bool is_signed = row.dtype[kState + s] == c10::ScalarType::Char;
+  float scale = is_signed ? scale_of<Codes::kSigned>(largest) : scale_of<Codes::kUnsigned>(largest);
+  if (is_kept) scale = scale_of<Codes::kKept>(largest);
+  AMP_PATCH_UNROLL
+  for (int p = 0; p < P; ++p) {
+    if (!is_live<V>(p, live)) break;
+    const auto codes = [&] {
+      if (is_kept) return codes_of<Codes::kKept>(values[p], scale);
+      return is_signed ? codes_of<Codes::kSigned>(values[p], scale) : codes_of<Codes::kUnsigned>(values[p], scale);
+    };
+    write_pack(row, kState + s, at + p, codes());
+  }
+  if (at * V % kBlock == 0) *global(row.scales[s] + at * V / kBlock) = scale;  // by the block's first thread
 }
 
 // The work of a thread: run<V, P>(row, at, live, most) does the first `live` of P packs from pack `at` on. This is an
-// optimizer's step; EncodeWork and DecodeWork convert FP32 values, which are at kGrad, to codes and back.
+// optimizer's step; EncodeWork and DecodeWork convert values, which are at kGrad, to codes and back.
 template <class F>
 struct CodedStepWork : StepWork<F, true> {
   template <int V, int P, class Most>
