@@ -240,7 +240,7 @@ def _stored_is_newest(master: ClosedMaster) -> bool:
 
 
 def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
-    """Call `function` outside of torch.func transforms and dispatch modes.
+    """Call `function` outside of torch.func transforms, dispatch modes and inference mode.
 
     Without this, a transform would wrap the tensors that `function` creates, and FakeTensorMode would make fake ones.
     Each of torch's context managers is entered only if needed, because Ctrl-C inside it may leave its state changed.
@@ -251,6 +251,9 @@ def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
     elif torch._C._len_torch_dispatch_stack() > 0:
         with _disable_current_modes():
             _outside_of_modes(function, argument)
+    elif torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            function(argument)
     else:
         function(argument)
 

@@ -192,7 +192,12 @@ class HalfGradients:
         gradient is added only once, also if several threads read it.
         """
         with self._making:
-            if self._held:
+            if not self._held:
+                return
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    self._make()
+            else:
                 self._make()
 
     @without_grad

@@ -339,7 +339,8 @@ class ModelLinks:
         if self._changes != _changes and not vars(model).get("_is_replica"):  # DataParallel's, which shares this object
             self._links, self._changes = links_of(dict.fromkeys(model.parameters())) or None, _changes
         if self._links is not None and self._links.versions.written():
-            publish_written(self._links)
+            with torch.inference_mode(False):
+                publish_written(self._links)
 
 
 def _forget(records: dict[int, Record], key: int, reference: weakref.ref[Tensor]) -> None:

@@ -168,6 +168,9 @@ def multiply(grads: list[Tensor], results: list[Tensor], factors: Sequence[Numbe
 @without_grad
 def product(grad: Tensor, factors: Sequence[Number]) -> Tensor:
     """Return `grad` times all `factors` in FP32; no sync."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return product(grad, factors)
     result = torch.empty_like(grad, dtype=torch.float32)
     multiply([grad], [result], factors)
     return result

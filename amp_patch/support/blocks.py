@@ -47,17 +47,10 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def without_grad(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Return `function`, changed to run without grad mode, and outside of inference mode.
-
-    Grad mode is set in C, where no interrupt can come. torch's context manager for inference mode, whose tensors have
-    no versions, is entered only if needed, because Ctrl-C inside it may leave its state changed.
-    """
+    """Return `function`, changed to run without grad mode. The mode is set in C, where no interrupt can come."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return call(*args, **kwargs)
         before = torch.is_grad_enabled()
         try:
             _set_grad_enabled(False)
