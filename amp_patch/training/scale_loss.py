@@ -99,7 +99,8 @@ def scale_loss(
     if scaler.scales and not stashes[0].bodies:
         joints.tell(joints.first_loss, loss)
     known = stashes[0].neighbours.siblings
-    return (ScaledBackward if len(known) == 1 and not known.unowned else joints.shared_backward[0])(
+    alone = len(targets) == 1 and len(known) == 1 and not known.unowned
+    return (ScaledBackward if alone else joints.shared_backward[0])(
         loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
     )
 
