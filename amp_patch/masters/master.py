@@ -46,7 +46,8 @@ class Master(nn.Parameter):
             return own_grad(self)
         if record.lent is not None:
             return record.lent
-        record.materialize()
+        if record.half is not None:
+            record.materialize()
         grad = own_grad(self)
         return record.kept() if grad is None else grad
 

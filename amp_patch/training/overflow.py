@@ -173,8 +173,6 @@ def supports_scaling(optimizer: Any) -> Any:
 
     The inner optimizer of a ZeroRedundancyOptimizer has a stash, but no generated class.
     """
-    if (stash := stash_of(optimizer)) is not None and stash.masters.links.on_host:
-        return False  # torch's fused kernels would read the copy of a flag that is on its way to the host
     given = vars(optimizer).get(SCALING)
     if given is None:
         given = getattr(super(Generated, optimizer) if isinstance(optimizer, Generated) else optimizer, SCALING, False)
@@ -182,7 +180,7 @@ def supports_scaling(optimizer: Any) -> Any:
 
 
 def read_by_scaler(optimizer: Optimizer) -> Any:
-    """Return `supports_scaling(optimizer)`: torch's `GradScaler.step` reads it before anything else.
+    """Return `supports_scaling(optimizer)`, False for masters on the host: `GradScaler.step` reads it before all else.
 
     Raise if the GradScaler would unscale gradients that `scale_loss` has unscaled, or would leave gradients on a cast
     model's weights, where the step on the masters does not find them.
@@ -190,6 +188,8 @@ def read_by_scaler(optimizer: Optimizer) -> Any:
     asking = sys._getframe(1)
     if asking.f_code.co_filename == _SCALERS_FILE:
         _check_scaler(optimizer, asking.f_locals.get("self"))
+    if (stash := stash_of(optimizer)) is not None and stash.masters.links.on_host:
+        return False  # torch's fused kernels would read the copy of a flag that is on its way to the host
     return supports_scaling(optimizer)
 
 
