@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
@@ -39,8 +40,16 @@ class Source:
                 self.place = _seen(self.place, node)
 
     def low_of(self, wide: Tensor) -> Tensor | None:
-        """Return the low-precision logits in the shape of their FP32 copy; None if nothing else holds them."""
-        return None if self._extension is None or wide.dtype in LOW_PRECISION else self._extension.low_of(wide)
+        """Return the low-precision logits in the shape of their FP32 copy; None if nothing else holds them.
+
+        None in a checkpoint, whose recomputation must save the same types: by then the logits may be freed.
+        """
+        if self._extension is None or wide.dtype in LOW_PRECISION or TOPMOST is None:
+            return None
+        top = TOPMOST(False)
+        if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
+            return None
+        return self._extension.low_of(wide)
 
     def to_save(self, logits: Tensor) -> Tensor:
         """Return the tensor that autograd shall save of `logits`, which does not keep its views' bases alive."""
@@ -94,10 +103,13 @@ def source_of(logits: Tensor) -> Source | None:
 def _seen(place: Tensor, node: Any) -> Tensor:
     """Return the view of `place` that the function of `node` has returned of the FP32 tensor."""
     if node.name() == _SLICE:
-        # Python gets negative bounds as unsigned numbers.
-        start, end = (each - 2**64 if each >= 2**63 else each for each in (node._saved_start, node._saved_end))
-        where = (*[slice(None)] * node._saved_dim, slice(start, end, node._saved_step))
-        return place[where]
+        given = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
+        return torch.ops.aten.slice.Tensor(place, *map(_signed, given))
     if node.name() == _TRANSPOSE:
-        return place.transpose(node._saved_dim0, node._saved_dim1)
+        return place.transpose(_signed(node._saved_dim0), _signed(node._saved_dim1))
     return place.view(node._input_metadata[0].shape)
+
+
+def _signed(number: Any) -> Any:
+    """Return a number that a node has saved: Python gets negative ones as unsigned, and a bound may be missing."""
+    return number if number is None or number < 2**63 else number - 2**64

@@ -33,10 +33,24 @@ _CODED = (torch.float32, *LOW_PRECISION)
 # A saved tensor with at most this share of the elements of a tensor that was saved just before is a statistic of
 # it: the mean of a norm, the logarithm of attention's sums. Backward takes its exponential, so it is not coded.
 _STATISTIC = 1 / 8
-# Backward takes the exponential of these nodes' results, or compares them with the operand that is saved just before.
+# Backward takes the exponential of these nodes' results, or compares them with the operands that are saved just before:
+# {the node: the number of these operands}.
 _EXACT = {
-    *("LogSoftmaxBackward0", "LogsumexpBackward0", "LogcumsumexpBackward0"),
-    *("AmaxBackward0", "AminBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"),
+    **dict.fromkeys(
+        (
+            *("LogSoftmaxBackward0", "LogsumexpBackward0", "LogcumsumexpBackward0", "AmaxBackward0", "AminBackward0"),
+            *("AminmaxBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"),
+            *("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1", "PdistBackward0"),
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            *("ScatterReduceBackward0", "IndexReduceBackward0", "SegmentReduceBackward0"),
+            *("CdistBackward0", "DistBackward0"),
+        ),
+        2,
+    ),
 }
 # Checkpoints save the inputs of a part, from which backward computes it again; a loss saves logits, and backward takes
 # their exponential.
@@ -74,17 +88,17 @@ class _Saves:
         # Without a gradient, only the first input and its cast are coded: others are masks, statistics, frozen weights.
         self._inputs = {t.shape for t in tree.tensors(inputs)[:1]}
         self._latest: deque[int] = deque(maxlen=4)  # numbers of elements of the activations that were saved last
-        self._last: tuple[_Packed, weakref.ref[Tensor]] | None = None
+        self._last: deque[tuple[_Packed, weakref.ref[Tensor]]] = deque(maxlen=2)
         self._made: dict[Any, tuple[StorageWeakRef, _Coded | None]] = {}  # None: the value is saved as it is
 
     def pack(self, saved: Tensor) -> _Packed:
         """Return what autograd stores in place of `saved`; no sync with the device."""
-        is_exact = saved.grad_fn is not None and saved.grad_fn.name() in _EXACT
-        if is_exact and self._last is not None:
-            self._restore(*self._last)
-        coded = self._coded(saved, is_exact) if self._takes(saved) else None
+        operands = 0 if saved.grad_fn is None else _EXACT.get(saved.grad_fn.name(), 0)
+        for each in list(self._last)[-operands:] if operands else ():
+            self._restore(*each)
+        coded = self._coded(saved, operands > 0) if self._takes(saved) else None
         packed: _Packed = [AsItIs.of(saved) if coded is None else coded]
-        self._last = packed, weakref.ref(saved)
+        self._last.append((packed, weakref.ref(saved)))
         return packed
 
     # Without these marks torch 2.15 takes `pack` for the user's, and warns that selective checkpoints go past it.
@@ -92,7 +106,7 @@ class _Saves:
 
     def forget(self) -> None:
         """Release all codes, which the graph owns from now on."""
-        self._last = None
+        self._last.clear()
         self._made.clear()
 
     def _takes(self, saved: Tensor) -> bool:
@@ -126,7 +140,7 @@ class _Saves:
         return coded._replace(size=x.shape, stride=x.stride()) if dense and coded is not None else coded
 
     def _restore(self, packed: _Packed, reference: weakref.ref[Tensor]) -> None:
-        """Store the tensor that was saved last as it is."""
+        """Store a tensor that was saved just before as it is."""
         tensor = reference()
         if tensor is not None:
             packed[0] = AsItIs.of(tensor)

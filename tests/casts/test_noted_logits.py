@@ -13,6 +13,7 @@ import torch
 from conftest import DEVICES
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from training import SGD
 
 from amp_patch import amp, multi_tensor
@@ -381,3 +382,33 @@ def test_second_derivatives_and_writes_by_way_of_data_beside_low_precision_logit
         loss.backward()
         results.append((loss, first, second, leaf.grad))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_view_by_negative_dimensions_and_without_bounds_is_found_in_the_graph(level):
+    x, _ = batch("cpu")
+    for view in (
+        lambda y: y.transpose(-1, -2),
+        lambda y: y.narrow(-1, 0, 12).mT,
+        lambda y: torch.ops.aten.slice(y.mT, -2),
+    ):
+        model = amp.initialize(Model(), opt_level=level)
+        logits = view(model(x, None))
+        target = torch.arange(logits.shape[0]) % logits.shape[1]
+        loss = functional.cross_entropy(logits, target)
+        assert torch.equal(loss, torchs(logits.detach(), target))
+        loss.backward()
+        assert model.head.weight.grad.any()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_checkpoint_saves_the_same_types_when_it_computes_again(level, reentrant):
+    x, target = batch("cpu")
+    model = amp.initialize(Model(), opt_level=level)
+    kept = model(x, target)
+    loss = checkpoint(functional.cross_entropy, kept.float(), target, use_reentrant=reentrant)
+    truth = torchs(kept.detach().float(), target)
+    del kept
+    loss.backward()
+    assert torch.equal(loss, truth) and model.head.weight.grad.any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -253,6 +254,13 @@ NEEDS_EXACTLY: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda x: x.max(),
     "min": lambda x: x.min(),
     "median": lambda x: x.float().median(),
+    "aminmax": lambda x: torch.stack(x.aminmax(dim=-1)),
+    "the largest magnitude": lambda x: x.norm(p=math.inf, dim=-1),
+    "dist": lambda x: torch.dist(x[:32].float() * 2, x[32:].float(), p=math.inf),
+    "cdist": lambda x: torch.cdist(x.float() * 2, x.float().flip(0), p=math.inf),
+    "scatter_reduce": lambda x: (x.float() * 2).scatter_reduce(
+        0, torch.arange(64, device=x.device)[:, None].expand(64, 128) // 2, x.float(), "amax"
+    ),
 }
 
 
