@@ -65,7 +65,7 @@ def _patch(patches: Patches) -> None:
         patches.set(WeightData, name, _carried(name))
         if name != "lerp_":  # which `model/averages.py` replaces in Tensor
             patches.set(Master, name, getattr(Tensor, name))  # an optimizer's step writes masters: it must stay as fast
-    patches.set(nn.Parameter, "data", property(_read_data, _DATA.__set__, None, _DATA.__doc__))
+    patches.set(nn.Parameter, "data", property(_read_data, _write_data, None, _DATA.__doc__))
     replaced = {}
     for own, wrapper in (
         (convert_parameters.parameters_to_vector, _to_vector),
@@ -90,6 +90,13 @@ def _read_data(param: Tensor) -> Tensor:
     data = data.as_subclass(WeightData)
     vars(data)["of"] = weakref.ref(record)
     return data
+
+
+def _write_data(param: Tensor, value: Tensor) -> None:
+    _DATA.__set__(param, value)
+    record = link_of(param)
+    if record is not None and record.host is not None:
+        record.host.note_written()  # the new memory may have the address of the earlier one
 
 
 def _carried(name: str) -> Callable[..., Any]:

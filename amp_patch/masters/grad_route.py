@@ -51,11 +51,15 @@ def _attribute(link_of: Callable[[Tensor], Record | None]) -> property:
             return grad
         own = own_grad(param)
         if record.host is not None:
-            record.host.forget()
+            if own is None and (own := record.host.give_back(param)) is not None:
+                set_own_grad(param, own)
+            record.host.forget(freed=True)
         return own if own is not None or record.route.scaled else record.kept()
 
     def write(param: Tensor, value: Any) -> None:
         record = link_of(param)
+        if record is not None and record.host is not None:
+            record.host.forget(freed=True)
         if record is None or record.route.scaled:
             set_own_grad(param, value)
             return

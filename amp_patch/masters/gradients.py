@@ -180,6 +180,7 @@ def _bring_to_host(
 
     Waits for the copies once. Returns the overflow flags, as `gather` does.
     """
+    on_host.arrive_freed(grad for _, _, grad, _ in rows)
     found = check_finite([grad for _, _, grad, _ in rows], inverse)
     for _, master, *_ in rows:
         master.grad  # noqa: B018  # a deferred gradient becomes FP32: its memory is needed, or the sum of both

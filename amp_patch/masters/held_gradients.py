@@ -129,6 +129,8 @@ class HalfGradients:
         rows = [row for row in zip(params, records, hosts, found, strict=True) if row[3] is not None]
         if not all(_may_go(param, record, grad) for param, record, _, grad in rows):
             return None
+        if inverse is not None:
+            on_host.arrive_freed(grad for *_, grad in rows)
         flags = check_finite([grad for *_, grad in rows], inverse)
         halves = [host.fetch(grad) for _, _, host, grad in rows]
         self.hold([record for _, record, *_ in rows], halves)

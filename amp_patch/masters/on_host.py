@@ -39,12 +39,11 @@ class _Copies:
 
     def __init__(self, device: torch.device) -> None:
         _all.append(self)
-        self.device, self.waits, self._is_pending = device, 0, False
+        self.device, self.sent, self.arrived = device, 0, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def queue(self) -> Any:
         """Return a context manager whose copies run after the work that the device has queued so far."""
-        self._is_pending = True
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -54,6 +53,7 @@ class _Copies:
         """Queue a copy of `value` into `to`, on the host; return `to`."""
         with self.queue():
             to.copy_(value, non_blocking=True)
+        self.sent += 1  # after the copy: a thread that waits now must not miss it
         if self._stream is not None:
             value.record_stream(self._stream)
         return to
@@ -64,10 +64,9 @@ class _Copies:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def arrive(self) -> None:
-        if self._is_pending:
-            self._is_pending = False
-            self.waits += 1
+        if self.arrived < (sent := self.sent):
             (torch.get_device_module(self.device) if self._stream is None else self._stream).synchronize()
+            self.arrived = max(self.arrived, sent)  # last: other threads must not read before the wait is over
 
 
 _all: list[_Copies] = []
@@ -80,9 +79,16 @@ def arrive() -> None:
         copies.arrive()
 
 
+def arrive_freed(grads: Any) -> None:
+    """Wait if any of `grads` is a copy on the host, of a gradient that the device has freed."""
+    if any(grad.device.type == "cpu" for grad in grads):
+        arrive()
+
+
 def _like(value: Tensor) -> Tensor:
     """Return memory of the host for a copy of `value`, pinned if that is on CUDA."""
-    return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+    with torch.inference_mode(False):  # else no later write outside of that mode would be allowed
+        return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
 
 
 def number(value: Tensor) -> Tensor:
@@ -98,7 +104,7 @@ class OnHost:
         hook: the handle of the hook of backward that calls `take_early`.
     """
 
-    __slots__ = ("_alias", "_early", "_given", "_known", "_memory", "_sent", "_twin", "frees", "hook")
+    __slots__ = ("_alias", "_early", "_given", "_known", "_layout", "_memory", "_sent", "_twin", "frees", "hook")
 
     def __init__(self) -> None:
         global used
@@ -106,9 +112,10 @@ class OnHost:
         self.frees = False
         self.hook: Any = None
         self._twin: Tensor | None = None
+        self._layout: Any = None  # of the weight, when the twin was made; the twin of a weight with gaps has none
         self._alias: Tensor | None = None  # `.data` of the weight, whose version counts writes through `.data`
         self._known: Any = None  # what tells a written weight, when twin and weight were alike
-        self._sent = -1  # `waits` when the twin was last copied to the device
+        self._sent = 0  # `_Copies.sent` when the twin was last copied to the device
         self._memory: Tensor | None = None  # of gradients
         self._given: Any = type(None)  # returns the gradient in `_memory`, or None if nothing holds it
         self._early: tuple[Any, int, Tensor] | None = None  # (gradient, or nothing if it is freed, its version, copy)
@@ -117,9 +124,10 @@ class OnHost:
 
     def twin(self, param: Tensor) -> Tensor:
         """Return the twin of `param`, to be written; waits for a copy of it under way."""
-        if self._twin is None or self._twin.dtype is not param.dtype or self._twin.stride() != param.stride():
-            self._twin, self._known = _like(param), None
-        elif self._sent == _of(param.device).waits:
+        layout = param.dtype, param.shape, param.stride()
+        if self._twin is None or self._layout != layout:
+            self._twin, self._known, self._layout = _like(param), None, layout
+        elif self._sent > _of(param.device).arrived:
             arrive()
         return self._twin
 
@@ -127,7 +135,11 @@ class OnHost:
         """Tell whether user code has written `param` since twin and weight were alike."""
         return self._known is None or self._known != self._mark(param)
 
-    def save(self, param: Tensor, sent: int = -1) -> None:
+    def note_written(self) -> None:
+        """Note that user code has written the weight."""
+        self._known = None
+
+    def save(self, param: Tensor, sent: int = 0) -> None:
         """Note that twin and weight are alike, or will be: `sent` is `waits` when the twin was sent."""
         self._known, self._sent = self._mark(param), sent
 
@@ -171,6 +183,13 @@ class OnHost:
     def freed(self) -> Tensor | None:
         """Return the copy of the gradient that the device has freed in this body; None if there is none."""
         return self._early[2] if self._early is not None and self._early[0] is type(None) else None
+
+    def give_back(self, param: Tensor) -> Tensor | None:
+        """Return a gradient that the device has freed in this body, on the device again; None if there is none."""
+        if (freed := self.freed()) is None:
+            return None
+        arrive()
+        return torch.empty_like(freed, device=param.device).copy_(freed)
 
     def found(self, grad: Tensor | None) -> Tensor | None:
         """Return `grad`, the parameter's gradient; if there is none, the copy of one that the device has freed."""
@@ -221,7 +240,8 @@ def send(params: Sequence[Tensor], records: Sequence[Any]) -> None:
         with copies.queue():
             for param, twin in zip(some, from_twins, strict=True):
                 param.copy_(twin, non_blocking=True)
+        copies.sent += 1
         copies.precede()
         for param, record in zip(some, theirs, strict=True):
             weight = record.param()  # `param` may be its `.data`
-            record.host.save(param if weight is None else weight, copies.waits)
+            record.host.save(param if weight is None else weight, copies.sent)

@@ -43,7 +43,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 def refuse_capture(optimizer: Any, stash: Stash) -> None:
     """Raise RuntimeError if masters are on the host: a CUDA graph cannot capture their step."""
-    if stash.policy.master_device is not None:
+    if stash.masters.links.on_host:
         why = supported.reason("offload", "CUDA graphs")
         raise RuntimeError(
             f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and master_device='cpu': {why}"
@@ -52,10 +52,16 @@ def refuse_capture(optimizer: Any, stash: Stash) -> None:
 
 def enter(optimizer: Any, stash: Stash) -> None:
     """Let backward queue a copy of each complete gradient whose master is on the host, until the training is left."""
-    for param, record in stash.masters.links if stash.masters.links.on_host else ():
+    links = stash.masters.links
+    frees = links.on_host and any(record.host is not None and record.host.frees for record in links.records)
+    for param, record in links if links.on_host else ():
         if (host := record.host) is not None:
             if host.hook is not None:  # of an earlier training, or of this one before `add_param_group`
                 host.hook.remove()
+            host.frees = frees
+            if not param.requires_grad:  # torch takes no hook; the exit copies what it gets when it is unfrozen
+                host.hook = None
+                continue
             hook = functools.partial(_gradient_is_whole, weakref.ref(optimizer), host)
             host.hook = param.register_post_accumulate_grad_hook(hook)
             stash.neighbours.undo.append(host.hook.remove)

@@ -252,7 +252,7 @@ def state_follows_params(optimizer: Optimizer) -> None:
 
     def follows(value: Any, param: Tensor) -> bool:
         is_of_elements = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-        if on_host.used and is_of_elements and value.shape == param.shape and value.device != param.device:
+        if on_host.used and is_of_elements and value.device != param.device:
             return False
         return not is_of_elements or value.dtype is param.dtype
 

@@ -279,7 +279,7 @@ class InOnePass(Strategy):
         if step.links.params:
             publish_written(step.links)
             if step.links.on_host:
-                on_host.fetch_edits(step.links.params, step.links.records)
+                settle(step.links)  # also of masters that get no gradient, or are stepped by torch
         try:
             batches = _batches(optimizer, step.stash, self.batch)
         except NotKnown:

@@ -129,9 +129,62 @@ def with_sam(device: torch.device, **options: Any) -> list[Tensor]:
     return _weights(model)
 
 
+def of_frozen_and_idle_weights(device: torch.device, **options: Any) -> list[Tensor]:
+    """A weight that is frozen at `initialize`; edits of weights that get no gradient; writes of new memory."""
+    low = torch.float16 if options["opt_level"] == "O2" else torch.bfloat16
+    model = net(norm=False).to(device, low)
+    model[0].bias.requires_grad_(False)
+    model.idle = nn.Linear(4, 4).to(device, low)
+    nn.init.ones_(model.idle.weight)
+    model.idle.forward = lambda value: value
+    params = [param for param in model.parameters() if param is not model.idle.bias]
+    model, optimizer = amp.initialize(model, torch.optim.AdamW(params, 1e-2), verbosity=0, **options)
+    for value in (2.0, 3.0, 4.0):
+        with torch.no_grad():
+            model.idle.weight.fill_(value)
+        model[2].weight.data = model[2].weight.data * 0.5
+        _iterate(model, [optimizer], lambda step: _inputs(step, device))
+    del model.idle.forward
+    return [*(master.detach().clone().cpu() for master in amp.master_params(optimizer)), *_weights(model)]
+
+
+def with_gaps(device: torch.device, **options: Any) -> list[Tensor]:
+    """A low-precision weight whose elements have gaps between them."""
+    model = net(norm=False).to(device, torch.bfloat16)
+    model[0].weight = nn.Parameter(torch.arange(32 * 32, device=device).view(32, 32).cos().bfloat16()[:, ::2])
+    model, optimizer = amp.initialize(model, torch.optim.AdamW(model.parameters(), 1e-2), verbosity=0, **options)
+    _iterate(model, [optimizer], lambda step: _inputs(step, device))
+    return [master.detach().clone() for master in amp.master_params(optimizer)]
+
+
+def cleared_in_the_body(device: torch.device, **options: Any) -> list[Tensor]:
+    """Gradients that code reads, writes and clears between two backwards of one body."""
+    model = net(norm=False).to(device)
+    model, optimizer = amp.initialize(model, torch.optim.AdamW(model.parameters(), 1e-2), verbosity=0, **options)
+    for step in range(4):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(_inputs(step, device)).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+            model.zero_grad()
+            scaled_loss.backward()
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+        optimizer.step()
+    return _weights(model)
+
+
 # The last one is not for the device of the tests, which has no sparse tensors.
-SCENES = (of_low_precision, of_two_optimizers, of_shared_weights, of_parts, with_sam, with_sparse_gradients)
-RELEASED = (of_low_precision, of_two_optimizers, of_parts, with_sparse_gradients)  # with gradient_release too
+SCENES = (
+    *(of_low_precision, of_two_optimizers, of_shared_weights, of_parts, with_sam, of_frozen_and_idle_weights),
+    *(cleared_in_the_body, with_sparse_gradients),
+)
+RELEASED = (
+    of_low_precision,
+    of_two_optimizers,
+    of_parts,
+    cleared_in_the_body,
+    with_sparse_gradients,
+)  # with gradient_release too
 
 
 def scene(way: Callable[..., list[Tensor]], device: torch.device = CPU, apart: bool = False, **options: Any) -> Any:

@@ -25,7 +25,7 @@ from offloaded import (
     train,
     train_apart,
 )
-from offloaded_scenes import RELEASED, SCENES, scene
+from offloaded_scenes import RELEASED, SCENES, scene, with_gaps
 from paths import TESTS
 from python_forks import python
 from scripts import environment
@@ -62,6 +62,13 @@ def test_other_models_and_optimizers_train_to_the_same_bits(way, level):
     for release in (False, True) if level == "O5" and way in RELEASED else (False,):
         found = scene(way, apart=True, master_device="cpu", gradient_release=release, **LEVELS[level])
         assert not differ(found, wanted), release
+
+
+def test_weights_with_gaps_in_memory_train_too():
+    found = []
+    for apart in (False, True):
+        found.append(scene(with_gaps, apart=apart, master_device="cpu" if apart else None, opt_level="O5"))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)  # kernels for gaps and without may differ in the last bit
 
 
 def test_eight_bit_state_is_on_the_host_too():
