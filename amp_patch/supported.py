@@ -66,8 +66,8 @@ _REFUSED = {
         "torch.optim"
     ),
     ("offload", "CUDA graphs"): (
-        "the host steps, and a graph holds work of the device alone: leave the step out of the graph, or master_device "
-        "at None"
+        "the host steps, and a graph holds work of the device alone: leave the iteration out of the graph, or "
+        "master_device at None"
     ),
     ("gradient_release", "a closure"): "they come when the step has begun: call the closure's body first",
     ("gradient_release", "FSDP2"): _PROCESSES,

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from amp_patch import supported
+from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.devices import by_device
 
@@ -34,7 +36,7 @@ class _Copies:
     """The copies between one device and the host, which run in order.
 
     Attributes:
-        waits: the number of `arrive` calls that have waited for them.
+        sent, arrived: the number of copies that were queued, and of those that the host has waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +45,13 @@ class _Copies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def queue(self) -> Any:
-        """Return a context manager whose copies run after the work that the device has queued so far."""
+        """Return a context manager whose copies run after the work that the device has queued so far.
+
+        Raises RuntimeError in a capture of a CUDA graph, whose replays would not make the host wait.
+        """
+        if device_sync.is_capturing():
+            why = supported.reason("offload", "CUDA graphs")
+            raise RuntimeError(f"scale_loss: a CUDA graph is being captured, and master_device='cpu': {why}")
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -140,7 +148,7 @@ class OnHost:
         self._known = None
 
     def save(self, param: Tensor, sent: int = 0) -> None:
-        """Note that twin and weight are alike, or will be: `sent` is `waits` when the twin was sent."""
+        """Note that twin and weight are alike, or will be: `sent` is `_Copies.sent` when the twin was sent."""
         self._known, self._sent = self._mark(param), sent
 
     def _mark(self, param: Tensor) -> Any:

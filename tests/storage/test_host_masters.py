@@ -32,6 +32,7 @@ from scripts import environment
 
 from amp_patch import amp, multi_tensor
 from amp_patch.environment import name_of, named_level
+from amp_patch.support import device_sync
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -62,6 +63,15 @@ def test_other_models_and_optimizers_train_to_the_same_bits(way, level):
     for release in (False, True) if level == "O5" and way in RELEASED else (False,):
         found = scene(way, apart=True, master_device="cpu", gradient_release=release, **LEVELS[level])
         assert not differ(found, wanted), release
+
+
+def test_a_capture_of_forward_and_backward_alone_is_refused_by_name(monkeypatch):
+    def captured(training, step):
+        monkeypatch.setattr(device_sync, "is_capturing", lambda: True)
+        training.backward(step)
+
+    with pytest.raises(RuntimeError, match=r"scale_loss: a CUDA graph is being captured, and master_device='cpu'"):
+        train_apart(lambda training: captured(training, 0), "AdamW", opt_level="O5")
 
 
 def test_weights_with_gaps_in_memory_train_too():
