@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
-from amp_patch.casts import dynamo, saturated, sources
+from amp_patch.casts import dynamo, saturated
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.regions import as_default, as_now
 from amp_patch.casts.rules import RULES
@@ -71,9 +71,6 @@ def _replace_listed(patches: Patches, op_lists: str) -> None:
     wanted = [key for key in (names if op_lists == ALONE else rules_by_name(op_lists)) if key not in _listed_names]
     if not _installed:
         patches.on_remove(_forget_installation)
-        if (logits := sources.in_extension()) is not None:  # for the loss of an FP32 copy
-            patches.on_remove(functools.partial(logits.note_casts, False))
-            logits.note_casts(True)
     _listed_names.update(wanted)
     _replace_names(patches, [key for key in wanted if LATE.get(key[0], "torch") in sys.modules])
     if op_lists != ALONE and not installed():
