@@ -43,7 +43,7 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 def refuse_capture(optimizer: Any, stash: Stash) -> None:
     """Raise RuntimeError if masters are on the host: a CUDA graph cannot capture their step."""
-    if stash.masters.links.on_host:
+    if stash.policy.master_device is not None:
         why = supported.reason("offload", "CUDA graphs")
         raise RuntimeError(
             f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and master_device='cpu': {why}"

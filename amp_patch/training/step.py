@@ -198,7 +198,7 @@ class Step:
                 "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body "
                 "first, then step() without it"
             )
-        if (policy := self.stash.policy).closes_masters or self.stash.masters.links.on_host:
+        if (policy := self.stash.policy).closes_masters or policy.master_device is not None:
             option = f"master_weights={policy.master_weights!r}" if policy.closes_masters else "master_device='cpu'"
             named = str(policy.master_weights) if policy.closes_masters else "offload"
             raise RuntimeError(
