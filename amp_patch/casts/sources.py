@@ -113,8 +113,3 @@ def _seen(place: Tensor, node: Any) -> Tensor:
 def _signed(number: Any) -> Any:
     """Return a number that a node has saved: Python gets negative ones as unsigned, and a bound may be missing."""
     return number if number is None or number < 2**63 else number - 2**64
-
-
-# Once and at import: torch's dispatcher fails in threads that call an operator while a kernel of it is registered.
-if (_logits := in_extension()) is not None:
-    _logits.note_casts(True)

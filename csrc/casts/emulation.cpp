@@ -110,8 +110,8 @@ int64_t elements_of_product(const Tensor& a, const Tensor& b) {
 
 constexpr int64_t LARGE = 4LL << 20;  // elements, 16 MiB in FP32
 constexpr int64_t BLOCK = 1LL << 20;
-constexpr int64_t LEAST =
-    64;  // rows or columns of a block: with fewer, reading the other operand takes most of the time
+// Rows or columns of a block: with fewer, reading the other operand takes most of the time.
+constexpr int64_t LEAST = 64;
 
 // Returns `a` @ `b`, plus `bias` of one dimension if it is defined, rounded once. Blocks of the larger operand, and of
 // the result, are in FP32 at a time. FP32 copies of both would be the peak of a language model's memory.
@@ -119,6 +119,7 @@ Tensor product_in_blocks(const Tensor& a, const Tensor& b, const Tensor& bias) {
   const bool rows = a.numel() >= b.numel();
   const Tensor& cut = rows ? a : b;
   const Wide other = Wide::of(rows ? b : a);
+  const Tensor wide = bias.defined() ? bias.to(at::kFloat) : bias;
   const int64_t dim = rows ? 0 : 1, length = cut.size(dim);
   const int64_t most = std::max({a.size(1), rows ? b.size(1) : a.size(0), int64_t(1)});
   const int64_t step = std::max(BLOCK / most, LEAST);
@@ -132,7 +133,6 @@ Tensor product_in_blocks(const Tensor& a, const Tensor& b, const Tensor& bias) {
     if (!bias.defined()) {
       at::mm_out(sum.tensor, left, right);
     } else {
-      const Tensor wide = bias.to(at::kFloat);
       at::addmm_out(sum.tensor, rows ? wide : wide.narrow(0, start, count), left, right);
     }
     into.copy_(sum.tensor);

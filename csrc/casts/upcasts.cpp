@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -54,15 +53,9 @@ Tensor to_copy(c10::DispatchKeySet keys, const Tensor& self, std::optional<at::S
   return wide;
 }
 
-std::unique_ptr<torch::Library> registered;
-
-void note_casts(bool on) {
-  registered.reset();
-  if (!on) return;
-  registered = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::ADInplaceOrView,
-                                                __FILE__, __LINE__);
-  registered->impl("_to_copy", TORCH_FN(to_copy));
-}
+// Once, when the extension is loaded: torch's dispatcher fails in threads that call an operator while a kernel of it is
+// registered.
+TORCH_LIBRARY_IMPL(aten, ADInplaceOrView, library) { library.impl("_to_copy", TORCH_FN(to_copy)); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -158,8 +151,7 @@ void bind_upcasts(py::module_& m) {
       .def("is_alone", &Logits::is_alone)
       .def_static("saved", &saved)
       .def_static("low_of", &low_of)
-      .def_static("is_private", &is_private)
-      .def_static("note_casts", &note_casts);
+      .def_static("is_private", &is_private);
 }
 
 }  // namespace amp_patch
