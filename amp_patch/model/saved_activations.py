@@ -26,7 +26,7 @@ from amp_patch.model.joints import Call, Entry, ForwardGuest
 from amp_patch.multi_tensor.checks import BLOCK, KEPT
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import tree
-from amp_patch.support.blocks import saving_through
+from amp_patch.support.blocks import saving_through, unlike_users
 
 LEAST = 4096  # elements of the smallest tensor that is stored as codes
 _CODED = (torch.float32, *LOW_PRECISION)
@@ -35,23 +35,13 @@ _CODED = (torch.float32, *LOW_PRECISION)
 _STATISTIC = 1 / 8
 # Backward takes the exponential of these nodes' results, or compares them with the operands that are saved just before:
 # {the node: the number of these operands}.
-_EXACT = {
-    **dict.fromkeys(
-        (
-            *("LogSoftmaxBackward0", "LogsumexpBackward0", "LogcumsumexpBackward0", "AmaxBackward0", "AminBackward0"),
-            *("AminmaxBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"),
-            *("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1", "PdistBackward0"),
-        ),
-        1,
-    ),
-    **dict.fromkeys(
-        (
-            *("ScatterReduceBackward0", "IndexReduceBackward0", "SegmentReduceBackward0"),
-            *("CdistBackward0", "DistBackward0"),
-        ),
-        2,
-    ),
-}
+_OF_ONE = (
+    *("LogSoftmaxBackward0", "LogsumexpBackward0", "LogcumsumexpBackward0", "AmaxBackward0", "AminBackward0"),
+    *("AminmaxBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"),
+    *("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1", "PdistBackward0"),
+)
+_OF_TWO = "ScatterReduceBackward0", "IndexReduceBackward0", "SegmentReduceBackward0", "CdistBackward0", "DistBackward0"
+_EXACT = dict.fromkeys(_OF_ONE, 1) | dict.fromkeys(_OF_TWO, 2)
 # Checkpoints save the inputs of a part, from which backward computes it again; a loss saves logits, and backward takes
 # their exponential.
 _EXACT_FILES = {"torch.utils.checkpoint", "amp_patch.casts.lean_loss"}
@@ -91,6 +81,7 @@ class _Saves:
         self._last: deque[tuple[_Packed, weakref.ref[Tensor]]] = deque(maxlen=2)
         self._made: dict[Any, tuple[StorageWeakRef, _Coded | None]] = {}  # None: the value is saved as it is
 
+    @unlike_users
     def pack(self, saved: Tensor) -> _Packed:
         """Return what autograd stores in place of `saved`; no sync with the device."""
         operands = 0 if saved.grad_fn is None else _EXACT.get(saved.grad_fn.name(), 0)
@@ -100,9 +91,6 @@ class _Saves:
         packed: _Packed = [AsItIs.of(saved) if coded is None else coded]
         self._last.append((packed, weakref.ref(saved)))
         return packed
-
-    # Without these marks torch 2.15 takes `pack` for the user's, and warns that selective checkpoints go past it.
-    vars(vars()["pack"]).update(_checkpoint_internal=True, _user_hooks=None)
 
     def forget(self) -> None:
         """Release all codes, which the graph owns from now on."""

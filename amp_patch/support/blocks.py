@@ -61,6 +61,15 @@ def without_grad(function: Callable[P, Result]) -> Callable[P, Result]:
     return call
 
 
+def unlike_users(pack: Callable[P, Result]) -> Callable[P, Result]:
+    """Return `pack`, a saved-tensors hook, marked as none of the user's.
+
+    Without the marks torch 2.15 takes it for one, and warns that selective checkpoints go past it.
+    """
+    vars(pack).update(_checkpoint_internal=True, _user_hooks=None)
+    return pack
+
+
 def saving_through(pack: Callable[[Any], Any], unpack: Callable[[Any], Any], call: Callable[[], Result]) -> Result:
     """Return `call()`, run inside `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`."""
     try:

@@ -23,6 +23,7 @@ from torch import Tensor
 from amp_patch.casts.upcast import AsItIs
 from amp_patch.diagnose.recording.run import Event
 from amp_patch.support import distributed, tree
+from amp_patch.support.blocks import unlike_users
 from amp_patch.support.patches import Patches
 
 _torch: Any = torch._C._autograd
@@ -144,13 +145,12 @@ class WeighedStep:
         for pair in reversed(above):
             self._push(*pair)
 
+    @unlike_users
     def _pack(self, tensor: Tensor) -> AsItIs:
         self._see(tensor)
         return AsItIs.of(tensor)
 
     vars()["_pack"]._amp_counts = True  # the mark lets casts/upcast.py push its hooks above these
-    # Without these marks torch 2.15 takes `_pack` for the user's, and warns that selective checkpoints go past it.
-    vars(vars()["_pack"]).update(_checkpoint_internal=True, _user_hooks=None)
 
     def _push_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         if isinstance(pack, torch.fx.GraphModule):  # torch.compile inlines it, and would not take a wrapper
