@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from paths import BENCHMARKS, ROOT
+from paths import BENCHMARKS, ROOT, TESTS
 from python_forks import python
 
 from amp_patch.run import no_cuda
@@ -39,6 +40,13 @@ def run_each(
     """
     ended = [python("-m", "amp_patch", "run", *args, cwd=folder, env={**env, **more}) for args, more in cases]
     return [[ran.stdout, ran.stderr, ran.returncode] for ran in ended]
+
+
+def report_of(script: str, folder: Path) -> Any:
+    """Run a script of this folder with `folder` as its argument; return the JSON that it prints last."""
+    ran = python(TESTS / "helpers" / script, str(folder), cwd=folder, env=environment())
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def start_script(folder: Path, script: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -5,8 +5,6 @@ Quick tests copy between two places of the CPU's memory. The slow ones train on 
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from offloaded import (
@@ -26,9 +24,7 @@ from offloaded import (
     train_apart,
 )
 from offloaded_scenes import RELEASED, SCENES, scene, with_gaps
-from paths import TESTS
-from python_forks import python
-from scripts import environment
+from scripts import report_of
 
 from amp_patch import amp, multi_tensor
 from amp_patch.environment import name_of, named_level
@@ -142,10 +138,7 @@ def test_what_has_no_whole_masters_is_refused(options, words):
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
     """The report of offloaded.py."""
-    folder = tmp_path_factory.mktemp("device")
-    ran = python(TESTS / "helpers" / "offloaded.py", str(folder), cwd=folder, env=environment())
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    return report_of("offloaded.py", tmp_path_factory.mktemp("device"))
 
 
 @pytest.mark.slow  # a compiler works for a minute, and the trainings for another

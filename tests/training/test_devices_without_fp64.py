@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from paths import TESTS
-from python_forks import python
-from scripts import environment
+from scripts import report_of
 from without_fp64 import CASES, WithoutFP64, cpu_without_fp64, losses
 
 from amp_patch import multi_tensor
@@ -86,10 +83,7 @@ def test_a_loss_scale_moves_by_a_factor_of_fp32_to_the_same_bits(factor):
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
     """The report of other_device.py: trainings on a device that is no CPU, with kernels that refuse FP64 there."""
-    folder = tmp_path_factory.mktemp("device")
-    ran = python(TESTS / "helpers" / "other_device.py", str(folder), cwd=folder, env=environment())
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    return report_of("other_device.py", tmp_path_factory.mktemp("device"))
 
 
 @pytest.mark.slow  # a compiler works for a minute, and the trainings for another
