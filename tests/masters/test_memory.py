@@ -28,14 +28,16 @@ use_count = getattr(torch._C, "_storage_Use_Count", lambda _: 1)
 def live_bytes():
     """Bytes of all storages that Python can reach, those of tensors and those by themselves, each once.
 
-    Not those of stand-ins that a compiler has left: no memory is behind them. In torch 2.6 and 2.8 some of them have
-    ended, though not for Python: to ask one for its size ends it again, which is warned of.
+    Not those of stand-ins that a compiler or `torch.func` has left: no memory is behind them. In torch 2.6 and 2.8 some
+    of them have ended, though not for Python: to ask one for its size ends it again, which is warned of.
     """
     while gc.collect():  # what one pass has freed may have held what only the next one finds
         pass
     storages = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, nn.Parameter, Master) and not thing.is_sparse:
+            if torch._C._functorch.is_functorch_wrapped_tensor(thing):
+                continue
             thing = thing.untyped_storage()
         if issubclass(type(thing), torch.UntypedStorage) and use_count(thing._cdata) and thing.device.type != "meta":
             storages[thing.data_ptr()] = thing.nbytes()
