@@ -61,12 +61,6 @@ class Rounding(Form):
         self._positions = {id(param): position for position, param in enumerate(params)}
         self._next = len(self._positions)
 
-    def _number_of(self, param: Tensor) -> int:
-        number = self._positions.get(id(param))
-        if number is None or ((ref := self._masters.get(number)) is not None and ref() is not None):
-            number = self._next
-        return number
-
     def _alive(self) -> dict[int, ClosedMaster]:
         found = {number: ref() for number, ref in self._masters.items()}
         return {number: m for number, m in found.items() if m is not None and m.form is self}
@@ -86,7 +80,9 @@ class Rounding(Form):
         if value is not None:  # to nearest: only for small updates must the rounding be stochastic
             multi_tensor.multi_tensor_scale([value], [param], 1.0)
         if master.draw is None:  # a copied master keeps the original's draw
-            number = self._number_of(param)
+            number = self._positions.get(id(param), self._next)
+            if (ref := self._masters.get(number)) is not None and ref() is not None:
+                number = self._next
             master.draw = number << _NUMBER | self._later.pop(number, 0)
         number = master.draw >> _NUMBER
         self._masters[number], self._next = weakref.ref(master), max(self._next, number + 1)

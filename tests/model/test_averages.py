@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from training import LEVELS, backward, convnet, images, linear
 
 from amp_patch import amp
-from amp_patch.model.averages import averages_in
 
 CAST = ("O2", "O3", "O5")
 MASTERED = ("O2", "O5")
@@ -119,44 +118,3 @@ def test_other_models_are_averaged_by_torch_and_restore_restores_its_class():
     assert next(average.parameters()).dtype is torch.bfloat16
     amp.restore()
     assert [vars(AveragedModel)[name] for name in names] == before
-
-
-# --- averages that are children of the model --------------------------------------------------------------------------
-
-
-def encoder(width: int = 8) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, width))
-
-
-def blocks(frozen: int) -> nn.Module:
-    model = nn.ModuleDict({"blocks": nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), "head": nn.Linear(4, 2)})
-    for block in model.blocks[:frozen]:
-        block.requires_grad_(False)
-    return model
-
-
-def wrapped(average: nn.Module, **others: nn.Module) -> nn.Module:
-    return nn.ModuleDict({"net": encoder(), "ema": nn.ModuleDict({"module": average}), **others})
-
-
-FOUND = {
-    "a copy in a wrapper": (lambda: wrapped(encoder()), ["net"], ["ema.module"]),
-    "a copy beside a small predictor": (
-        lambda: wrapped(encoder(), predictor=nn.Linear(8, 8)),
-        ["net", "predictor"],
-        ["ema.module"],
-    ),
-    "two copies": (lambda: wrapped(encoder(), slow=encoder()), ["net"], ["ema.module", "slow"]),
-    "another shape": (lambda: wrapped(encoder(9)), ["net"], []),
-    "a copy that is trained too": (lambda: wrapped(encoder()), ["net", "ema"], []),
-    "frozen blocks before trained ones": (lambda: blocks(3), ["blocks.3", "blocks.4", "blocks.5", "head"], []),
-    "nothing trained": (lambda: wrapped(encoder()), [], []),
-}
-
-
-@pytest.mark.parametrize("case", FOUND)
-def test_averages_in_no_optimizer_are_found_by_their_shapes(case):
-    make, trained, expected = FOUND[case]
-    model = make()
-    ids = {id(p) for name in trained for p in model.get_submodule(name).parameters()}
-    assert averages_in([model], ids) == {model.get_submodule(name): name for name in expected}
