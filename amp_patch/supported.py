@@ -69,6 +69,7 @@ _REFUSED = {
         "the host steps, and a graph holds work of the device alone: leave the iteration out of the graph, or "
         "master_device at None"
     ),
+    ("formats", "FSDP2"): "DTensors have no product in FP8 or FP4: choose opt_level O4 or O5",
     ("gradient_release", "a closure"): "they come when the step has begun: call the closure's body first",
     ("gradient_release", "FSDP2"): _PROCESSES,
     ("gradient_release", "ZeRO"): _PROCESSES,

@@ -32,7 +32,7 @@ def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module],
     """Raise ValueError if FSDP gathers a parameter of `models` in another dtype than `policy` wants for it.
 
     Also raise if `policy` stores masters or activations in a form that is not for shards, or has no masters in a cast
-    model (O3), or has low-bit products and a weight is under tensor parallelism.
+    model (O3), or has low-bit products.
 
     Args:
         kept: the modules that stay FP32.
@@ -58,12 +58,10 @@ def _check_shard(name: str, param: Any, policy: Policy, stays: bool, fsdp: Any, 
         )
     if low is not None and not policy.master_weights:
         raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")
-    split = fsdp is None or sum(not placement.is_replicate() for placement in param.placements) > 1
-    if policy.product_format is not None and split and param.dim() > 1 and not stays:
+    if policy.product_format is not None:
         raise ValueError(
-            f"initialize: parameter {name!r} is a DTensor also where it is multiplied (tensor parallelism), and "
-            f"DTensors have no product in {policy.product_format} (opt_level {level!r}); choose opt_level="
-            f"{'O4' if low is None or fsdp is None else 'O5'!r}, or leave tensor parallelism out"
+            f"initialize: parameter {name!r} is sharded, and opt_level {level!r} is not for shards: "
+            f"{reason('formats', 'FSDP2')}"
         )
     if fsdp is None:
         if low is not None and not stays:

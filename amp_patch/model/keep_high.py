@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +16,6 @@ from amp_patch.model.keep_fp32 import KeepFP32, modules_matching
 from amp_patch.model.kept_module import InnerModule, KeptModule
 from amp_patch.model.of_model import ModelState
 from amp_patch.policy import Policy
-from amp_patch.support import fsdp
 from amp_patch.support.compiled import wraps
 
 Rules = KeepFP32 | Iterable[KeepFP32] | None
@@ -101,28 +98,16 @@ def enter(_: Any, kept: Kept) -> None:
     policy = policy_of(kept.models[0])
     if policy is None or policy.product_format is None:
         return
-    sharded = fsdp.fsdp_modules(kept.models)
-    for weight in (*(p for m in kept.models for p in m.parameters()), *(w for w, _ in fsdp.gathered(sharded))):
+    for weight in (p for m in kept.models for p in m.parameters()):
         low_bit.release(weight)
     stay = set(kept.weights)
     for model in kept.models:
-        if isinstance(model, AmpModel) and (names := _names_of(model, stay)):
-            own: ModelState = vars(model)["_amp"]
-            own.guests.add(HighNames(names))
+        named = model.named_parameters(remove_duplicate=False)
+        names = tuple(name for name, param in named if param in stay)
+        if isinstance(model, AmpModel) and names:
+            vars(model)["_amp"].guests.add(HighNames(names))
             low_bit.keep_named(model, names)
-            # Without these hooks, weights that an FSDP module inside gathers during the model's forward would have no
-            # mark.
-            marks = ((m, functools.partial(_mark, names=_names_of(m, stay))) for m in fsdp.fsdp_modules([model]))
-            own.handles += [module.register_forward_pre_hook(mark) for module, mark in marks]
     high, roots = replace(policy, product_format=None), set(kept.models)
     for module in kept.modules:
         if module not in roots and not isinstance(module, KeptModule):
             give(module, HighModule, ModelState(high))
-
-
-def _names_of(model: nn.Module, weights: AbstractSet[Tensor]) -> tuple[str, ...]:
-    return tuple(name for name, param in model.named_parameters(remove_duplicate=False) if param in weights)
-
-
-def _mark(module: nn.Module, _: Any, names: tuple[str, ...]) -> None:
-    low_bit.keep_named(module, names)

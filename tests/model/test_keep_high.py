@@ -201,40 +201,6 @@ def test_compiled_models_and_their_compiled_copies_keep_a_tied_head(how, level):
         assert torch.equal(found, model(TOKENS))
 
 
-def sharded_rows(level: str, keep_high: Any, part: bool) -> list[list[int]]:
-    from fsdp_trainings import fully_shard
-
-    torch.manual_seed(0)
-    model, policy = Tied("linear"), amp.fsdp_policy(level)
-    if part:
-        fully_shard(model.table, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = []
-    for rules in keep_high, ():
-        amp.initialize(model, optimizer, opt_level=level, keep_high=rules, verbosity=0)
-        for _ in range(2):
-            found.append(rows_of(model, TOKENS[0]))
-            with amp.scale_loss(model(TOKENS[0]).float().sum(), optimizer) as loss:
-                loss.backward()
-            optimizer.step()
-    return found
-
-
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.6."),
-    reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event",
-)
-@crossed(
-    {"keep_high, kept": [(None, [16, 8]), (["table"], [16, 8, 8])]},
-    pytest.mark.parametrize("part", [False, True], ids=["whole", "table apart"]),
-    {"level": LEVELS},
-)
-def test_fully_shard_gathers_kept_weights_that_stay_high_until_another_training(ranks, keep_high, kept, part, level):
-    nothing_kept = [16, 8, 8, 11]
-    assert ranks(sharded_rows, level, keep_high, part) == [[kept, kept, nothing_kept, nothing_kept]] * 2
-
-
 def test_another_training_forgets_what_the_first_one_kept():
     model = amp.initialize(mlp(), opt_level="O6", keep_high="4", verbosity=0)
     model = amp.initialize(model, opt_level="O6", keep_high=(), verbosity=0)
