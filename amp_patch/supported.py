@@ -41,9 +41,12 @@ _REFUSED = {
         "each replay would round with the random bits of the capture: leave the step out of the graph, or use "
         "master_weights='split'"
     ),
+    ("8bit", "FSDP2"): (
+        "each process keeps the state of its shards alone already, in DTensors, which are not stored as codes: leave "
+        "optimizer_state at None"
+    ),
     ("8bit", "ZeRO"): (
-        "the optimizer inside keeps the state of this process's share already: leave optimizer_state at None, or use "
-        "fully_shard, under which each process keeps the codes of its shards"
+        "the optimizer inside keeps the state of this process's share alone already: leave optimizer_state at None"
     ),
     ("8bit", "CUDA graphs"): (
         "no replay would encode what was written into the state: leave the step out of the graph, or optimizer_state "

@@ -22,7 +22,7 @@ from amp_patch.multi_tensor import backends
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.policy import Policy
 from amp_patch.storage.coded_state import Coded
-from amp_patch.storage.coder import Coder, check_shards, coded_entries, in_fp32, of_parts
+from amp_patch.storage.coder import Coder, coded_entries, in_fp32
 from amp_patch.support import device_sync, tree
 from amp_patch.support.compiled import wraps
 from amp_patch.support.distributed import is_dtensor, is_zero
@@ -50,7 +50,7 @@ def check(optimizer: Any, policy: Policy) -> None:
     if is_zero(optimizer):
         raise ValueError(f"{wanted} is not for a ZeroRedundancyOptimizer: {reason('8bit', 'ZeRO')}")
     if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
-        check_shards(wanted, optimizer, "leave optimizer_state at None")
+        raise ValueError(f"{wanted} is not for sharded parameters: {reason('8bit', 'FSDP2')}")
     if (against := reason_against(optimizer)) is not None:
         raise ValueError(
             f"{wanted} is not for this {name}, whose step takes the state of all parameters in FP32 at once: "
@@ -170,15 +170,7 @@ class InCodes(Strategy):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         coder.encode_changed(optimizer, params)
         coder.has_stepped = coder.has_stepped or any(map(has_gradient, params))
-        parts = None if step.given else of_parts(optimizer)
-        try:
-            if parts is not None:
-                step.optimizer, coder.params = parts.partial.shell, parts.params
-            result = _strategy(step).run(step, decoding)
-        finally:
-            if parts is not None:
-                step.optimizer, coder.params = optimizer, {}
-                parts.give_back()
+        result = _strategy(step).run(step, decoding)
         if step.stash.step is step:  # not in gradient release, which steps only some parameters here
             coder.report(optimizer)
         return result

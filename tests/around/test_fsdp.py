@@ -33,6 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from training import backward, same
 
 from amp_patch import amp, optimizers
+from amp_patch.supported import reason
 
 pytestmark = [
     pytest.mark.program,  # ranks that are killed, and begun anew in another number
@@ -257,6 +258,12 @@ def refusal(what: str) -> str:
         elif what == "tensor parallel":
             mesh = init_device_mesh("cpu", (2,))
             amp.initialize(distribute_module(model, mesh), opt_level="O2")
+        elif what == "codes under tensor parallelism":
+            distribute_module(model, init_device_mesh("cpu", (2,)))
+            amp.initialize(model, SGD(model.parameters()), opt_level="O0", optimizer_state="8bit")
+        elif what == "a group of shards":
+            model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5+split")
+            optimizer.add_param_group({"params": fully_shard(network().bfloat16(), mp_policy=low).parameters()})
         elif what == "FSDP1":
             amp.initialize(FullyShardedDataParallel(model, device_id=torch.device("cpu")), opt_level="O1")
         elif what == "half":
@@ -297,6 +304,8 @@ def refusal(what: str) -> str:
         ("no masters", ["without master weights", "choose opt_level='O2'"]),
         ("batch norm", ["'0.weight'", "stays FP32", "fsdp_policy('O0')", "keep_batchnorm_fp32=False"]),
         ("tensor parallel", ["'0.weight'", "DTensor", "opt_level='O1'"]),
+        ("codes under tensor parallelism", ["optimizer_state='8bit'", reason("8bit", "FSDP2")]),
+        ("a group of shards", ["add_param_group: parameter 0 is sharded", reason("split", "FSDP2")]),
         ("FSDP1", ["FullyShardedDataParallel", "fully_shard"]),
         ("half", ["torch.float16", "model.float()"]),
         ("policy of O3", ["fsdp_policy", "'O3'", "choose opt_level='O2'"]),

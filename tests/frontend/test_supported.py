@@ -31,8 +31,6 @@ OF_OPTION: dict[str, dict[str, Any]] = {
 }
 YES = [cell for cell, why in SUPPORTED.items() if why is None]
 NO = [cell for cell, why in SUPPORTED.items() if why is not None]
-# fully_shard needs a model of its own: this test trains with it.
-NAMED = {("8bit", "FSDP2"): "storage/test_coded_fsdp.py::test_checkpoints_move_to_and_from_fp32_state"}
 
 
 def net() -> nn.Sequential:

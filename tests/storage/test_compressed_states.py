@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from coded_shards import SHARDED
-from coded_shards import go_on as go_on_here
-from coded_shards import start as start_sharded
 from coded_states import (
     LEVELS,
     MAKERS,
@@ -18,7 +15,6 @@ from coded_states import (
     coded,
     go_on,
     in_eight_bits,
-    loss_of,
     net,
     start,
     state_of,
@@ -234,20 +230,3 @@ def test_codes_of_another_format_are_refused_and_change_nothing():
     with pytest.raises(ValueError, match=r"^load_state_dict: state in the format 'dynamic map'; wanted 'e5m3"):
         optimizer.load_state_dict(states)
     assert same(state_of(optimizer), wanted)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# fully_shard
-
-
-def of_shards() -> None:
-    model, optimizer = start_sharded("AdamW", **SHARDED["O5"])
-    go_on_here(model, optimizer, range(2))
-    assert coded(optimizer)
-    states = optimizer.state_dict()
-    assert amp.compress_state_dict(states) is states and loss_of(model, 0).isfinite()
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs")
-def test_dtensors_stay_fp32(ranks):
-    ranks(of_shards)

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from coded_shards import SHARDED, sharded
-from coded_shards import go_on as go_on_here
-from coded_shards import state_of as state_here
 from coded_states import LEVELS, MAKERS, coded, go_on, kept_names, net, start, state_of, through_file
 from fsdp_trainings import restored_fixture  # noqa: F401  the fixture `restored`
 from torch import nn
@@ -206,26 +203,3 @@ def test_a_named_parameter_of_a_later_group_has_fp32_state(number):
             each.step()
             each.zero_grad()
     assert coded_params(both[0]) == [0] and all(coded_params(each) == [] for each in both[1:])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# fully_shard
-
-
-def of_shards(level: str) -> None:
-    ends = []
-    for options in ({"fp32_state": nn.Module}, {"optimizer_state": None}, {"fp32_state": "2.weight"}):
-        model = sharded(SHARDED[level]["opt_level"])
-        wanted = {"optimizer_state": "8bit", "verbosity": 0, **SHARDED[level], **options}
-        model, optimizer = amp.initialize(model, MAKERS["NAdam"](model.parameters()), **wanted)
-        ends.append([*map(torch.tensor, go_on_here(model, optimizer, range(3))), *state_here(optimizer)])
-        own = coded(optimizer)
-    assert same(*ends[:2])
-    # Of the first weight, rank 0 alone has 4,096 elements.
-    assert own == ({} if torch.distributed.get_rank() else {"exp_avg": 1, "exp_avg_sq": 1})
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs")
-@pytest.mark.parametrize("level", ["O2", pytest.param("O0", marks=pytest.mark.slow)])
-def test_shards_of_named_parameters_have_fp32_state(ranks, level):
-    ranks(of_shards, level)
