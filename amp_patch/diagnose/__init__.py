@@ -12,7 +12,6 @@ Files:
 - `module_error.py`: the error of a module's output against FP32
 - `arrived.py`: the error of a module's inputs, against an FP32 copy of the model, and its cause
 - `lost_updates.py`: the share of updates that low-precision weights lose
-- `averages.py`: averages and copies of trained modules inside of a model
 - `found_scaler.py`: the GradScaler of an inspected training
 - `explain.py`: `amp.explain`: the types of each call in one forward, and their reason
 - `explanation.py`: the result of `explain`

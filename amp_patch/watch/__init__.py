@@ -3,6 +3,7 @@
 Files, the first one to read first:
 
 - `left_out.py`: warnings about cast weights that no optimizer of `initialize` holds
+- `averages.py`: the search for averages and copies of trained modules inside of a model
 - `first_inputs.py`: checks of the inputs of a cast model's first calls: an error or a warning for inputs that the
   cast would ruin
 - `rounded_features.py`: how much of an input's variation rounding removes, feature by feature

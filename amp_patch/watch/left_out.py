@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch.masters.masters import link_of
-from amp_patch.model.averages import averages_in
 from amp_patch.model.of_model import followed_policy
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import base_class
@@ -24,6 +23,7 @@ from amp_patch.support.scripts_line import warn
 from amp_patch.training.innermost import innermost
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Training
+from amp_patch.watch.averages import averages_in
 
 _installation = Installation()
 _models = weakref.WeakSet[nn.Module]()  # the cast models

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.diagnose.averages import averages_in
 from amp_patch.diagnose.survey.measured import MEASURED, measure
 from amp_patch.diagnose.survey.replay import Replay, Replays
 from amp_patch.diagnose.survey.report import Report
 from amp_patch.diagnose.survey.survey import Surveyor
 from amp_patch.support.compiled import eagerly
 from amp_patch.training import observers
+from amp_patch.watch.averages import averages_in
 
 
 class FirstStepOver(SystemExit):

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from amp_patch.casts.mixed_operands import MixedOperands
-from amp_patch.diagnose.averages import averages_in
 from amp_patch.diagnose.survey.calls import Call
 from amp_patch.diagnose.survey.kinds import Kind
 from amp_patch.model.type_errors import is_about_types
 from amp_patch.policy import OPT_LEVELS
+from amp_patch.watch.averages import averages_in
 
 
 def mends(call: Call, kind: Kind, error: Exception, args: Any, kwargs: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from amp_patch.diagnose.averages import averages_in
+from amp_patch.watch.averages import averages_in
 
 
 def kept_averages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from amp_patch.diagnose.averages import averages_in
+from amp_patch.watch.averages import averages_in
 
 
 def encoder(width: int = 8) -> nn.Sequential:
