@@ -55,45 +55,13 @@ def _add_at(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> Tensor:
-    """Do `target[indices] += values` in place, or `=`: the gradient of `x[indices]` is made so, from zeros.
-
-    If `target` has more elements than are added, only the rows that occur are summed in FP32, and none if each occurs
-    once.
-    """
+    """Do `target[indices] += values` in place, or `=`: the gradient of `x[indices]` is made so, from zeros."""
     op = _below("_index_put_impl_", keys)
     may_repeat = any(index is not None and index.dtype in _PLACES for index in indices)  # masks do not
     if not (accumulate and may_repeat and values.dtype is target.dtype and _is_low_on_cpu(target)):
         return op(target, indices, values, accumulate, unsafe)
     with torch._C._AutoDispatchBelowAutograd():
-        if target.numel() <= values.numel() or (found := _rows_of(target, indices)) is None:
-            return target.copy_(op(target.float(), indices, values.float(), True, unsafe))
-        rows, dim, index = found
-        occurring, places = index.unique(return_inverse=True)
-        if len(occurring) == index.numel():
-            return op(target, indices, values, True, unsafe)
-        sums = op(rows.index_select(dim, occurring).float(), [*[None] * dim, places], values.float(), True, unsafe)
-        rows.index_copy_(dim, occurring, sums.to(target.dtype))
-        return target
-
-
-def _rows_of(target: Tensor, indices: Sequence[Tensor | None]) -> tuple[Tensor, int, Tensor] | None:
-    """Return (rows, dim, index), so that `target[indices]` is `rows` at `index` along `dim`, and `rows` a view.
-
-    None if one of the indices is a mask, or if they leave a dimension out between two, or are out of bounds.
-    """
-    given = {place: index for place, index in enumerate(indices) if index is not None}
-    first, last = min(given), max(given)
-    if any(index.dtype not in _PLACES for index in given.values()):
-        return None
-    if len(given) <= last - first or (last > first and not target.is_contiguous()):
-        return None
-    flat: Any = 0
-    for place, index in given.items():
-        size = target.shape[place]
-        if ((index >= size) | (index < -size)).any():
-            return None
-        flat = flat * size + torch.where(index < 0, index + size, index).long()
-    return target.flatten(first, last), first, flat
+        return target.copy_(op(target.float(), indices, values.float(), True, unsafe))
 
 
 def _coalesced(keys: Any, sparse: Tensor) -> Tensor:

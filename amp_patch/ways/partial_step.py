@@ -1,8 +1,8 @@
-"""Running an optimizer's own step on some of its parameters, or on other tensors instead of them."""
+"""Running an optimizer's own step on some of its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ def new_of_class(optimizer: Any) -> Any:
 
 
 class PartialStep:
-    """A second optimizer object, `shell`, whose groups hold some of the parameters, or other tensors instead of them.
+    """A second optimizer object, `shell`, whose groups hold some of the parameters.
 
     The class's own code runs on `shell`, so an exception leaves groups and gradients of the optimizer unchanged. The
     `state` dict is the optimizer's.
@@ -29,17 +29,11 @@ class PartialStep:
     Args:
         optimizer: the user's optimizer.
         chunks: (group, parameters of this group to step).
-        replace: maps each parameter to the tensor that is stepped instead.
 
     Settings and attributes that the code writes into `shell` reach the optimizer by `give_back`.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        chunks: Iterable[tuple[Group, list[Tensor]]],
-        replace: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Any, chunks: Iterable[tuple[Group, list[Tensor]]]) -> None:
         self.optimizer = optimizer
         self.groups: list[Group] = []
         self.shell = shell = new_of_class(optimizer)
@@ -47,7 +41,7 @@ class PartialStep:
         shell.param_groups = []
         for group, params in chunks:
             self.groups.append(group)
-            shell.param_groups.append({**group, "params": params if replace is None else list(map(replace, params))})
+            shell.param_groups.append({**group, "params": params})
 
     def written(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return (group, settings) and (attributes of the optimizer, attributes): what the code has set on `shell`."""
