@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 
 from amp_patch.casts import dynamo, saturated
 from amp_patch.casts.oplists import LATE, rules_by_name
-from amp_patch.casts.regions import as_default, as_now
+from amp_patch.casts.regions import as_now
 from amp_patch.casts.rules import RULES
 from amp_patch.casts.wrappers import (
     Wrapped,
@@ -78,7 +78,6 @@ def _replace_listed(patches: Patches, op_lists: str) -> None:
             if module not in sys.modules:  # names of imported modules were replaced above
                 when_imported(module, _replace_late)
         _keep_regions_in_checkpoints(patches)
-        _keep_default_in_replicas(patches)
         if _CAUSAL_BIAS in sys.modules:
             _keep_causal_bias(patches)
         for change in at_install:
@@ -195,24 +194,6 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
             break
     reentrant = owner.CheckpointFunction
     patches.set(reentrant, "forward", staticmethod(wrap(reentrant.forward, 1)))
-
-
-def _keep_default_in_replicas(patches: Patches) -> None:
-    """Make the process default act in DataParallel's threads.
-
-    DataParallel enters a torch.autocast on each of its threads, enabled if it is enabled on the caller's thread. Inside
-    any torch.autocast, amp_patch's casts do not act. If it is disabled, the user has not asked for it, so each replica
-    is called in a region of the process default.
-    """
-    parallel_apply = torch.nn.DataParallel.parallel_apply
-
-    @functools.wraps(parallel_apply)
-    def under_default(self: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled():
-            replicas = [as_default(replica) for replica in replicas]
-        return parallel_apply(self, replicas, *args, **kwargs)
-
-    patches.set(torch.nn.DataParallel, "parallel_apply", under_default)
 
 
 def in_force(function: Any) -> Any:

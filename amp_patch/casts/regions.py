@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.state import acting_part, current, default_lock, effective_default, overrides, refresh_default
+from amp_patch.casts.state import acting_part, current, default_lock, overrides, refresh_default
 from amp_patch.casts.thread_state import Entry, this_thread
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
 from amp_patch.policy import EMULATING, Policy
@@ -92,19 +91,12 @@ class region:
             _leave(entry)
 
     def __call__(self, function: Function) -> Function:
-        """Return `function` with its body inside the region; for a generator function, each step of the body."""
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        """Return `function` with its body inside the region."""
+        if is_suspended(function):
             raise TypeError(
-                f"{type(self).__name__}: {function.__qualname__} is async: other tasks of its thread would run in the "
-                "region while it waits; enter the region around the code between two awaits"
+                f"{type(self).__name__}: {function.__qualname__} is async or a generator: the code that waits for it "
+                "would run in the region too; enter the region around the code between two awaits or yields"
             )
-        if inspect.isgeneratorfunction(function):
-
-            @wraps(function)
-            def steps(*args: Any, **kwargs: Any) -> Any:
-                return (yield from _inside(self, function(*args, **kwargs)))
-
-            return steps
 
         @wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
@@ -120,23 +112,10 @@ class region:
         return body
 
 
-class no_casts_within(region):
-    """A region of this thread without casts, also in all regions inside it, models' regions included.
-
-    Source: Apex's `disable_casts`. (Inside `amp.disable_casts`, the forward of a training's model still casts.)
-    """
-
-    def __init__(self) -> None:
-        super().__init__(None, disables_torch_autocast=True)
-
-    def on_entry(self, entry: Entry) -> None:
-        """Keep all regions inside this one from casting, until `on_exit`."""
-        this_thread.uncastable_entries.append(entry)
-
-    def on_exit(self, entry: Entry) -> None:
-        """Undo `on_entry`."""
-        if entry in this_thread.uncastable_entries:
-            this_thread.uncastable_entries.remove(entry)
+def is_suspended(function: Any) -> bool:
+    """Tell whether a call of `function` may be suspended: it is a coroutine function or a generator function."""
+    kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction
+    return any(is_one(function) for is_one in kinds)
 
 
 class process_wide_region(region):
@@ -174,19 +153,6 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     @interruptible
     def later(*args: Any, **kwargs: Any) -> Any:
         with within:
-            return function(*args, **kwargs)
-
-    return later
-
-
-def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, changed so that a call runs in a region of the process default.
-
-    For threads that are inside a torch.autocast: without the region the default would not act there.
-    """
-
-    def later(*args: Any, **kwargs: Any) -> Any:
-        with region(effective_default()):
             return function(*args, **kwargs)
 
     return later
@@ -241,26 +207,3 @@ def _enable_torch_autocast(ended: Entry, stack: list[Entry]) -> None:
             entry.disabled |= ended.disabled
             return
     casts_state.in_use.end(ended.disabled, ended.depth)
-
-
-def _inside(entered_region: region, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """Run the generator `steps` with each step inside the region, and the consumer's code between steps outside."""
-    advance: Callable[[], Any] = functools.partial(next, steps)
-    try:
-        while True:
-            try:
-                with entered_region:
-                    item = advance()
-            except StopIteration as stop:
-                return stop.value
-            try:
-                sent = yield item
-            except GeneratorExit:
-                raise
-            except BaseException as error:
-                advance = functools.partial(steps.throw, error)
-            else:
-                advance = functools.partial(steps.send, sent)
-    finally:
-        with entered_region:
-            steps.close()

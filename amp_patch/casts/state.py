@@ -238,8 +238,3 @@ def refresh_default() -> None:
         _followed_default = _UNSET  # if an interrupt comes before the last line, the next call repeats all lines
         in_use.set_default(*default)
         _followed_default = default
-
-
-def effective_default() -> Policy | None:
-    """Return the process default: the newest override's policy, else the argument of the last `set_default`."""
-    return overrides[-1].region.acting if overrides else _base[0]

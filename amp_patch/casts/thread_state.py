@@ -75,7 +75,7 @@ class Traced:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Entry] = []  # the regions that the thread is in, innermost last
-        self.uncastable_entries: list[Entry] = []  # the entries in `stack` of regions `no_casts_within`
+        self.uncastable_entries: list[Entry] = []  # the entries in `stack` of Apex's `disable_casts`
         # Fields of `PythonState`:
         self.inside = False  # whether the thread is in a region
         self.acting: Policy | None = None  # the policy that acts in the innermost region

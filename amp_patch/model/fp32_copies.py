@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -137,10 +136,8 @@ def _give(module: Any) -> None:
 
 
 def _without_casts(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return function  # other tasks of the thread would run in the region while the coroutine waits
-    if inspect.isgeneratorfunction(function):
-        return regions.region(None)(function)
+    if regions.is_suspended(function):
+        return function  # the code that waits for it would run in the region too
 
     @functools.wraps(function)
     def plain(self: Any, *args: Any, **kwargs: Any) -> Any:

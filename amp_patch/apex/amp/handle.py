@@ -17,6 +17,7 @@ from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import emulate, resolve_cpu_half
+from amp_patch.casts.thread_state import this_thread
 from amp_patch.environment import LEVEL, overridden
 from amp_patch.model import forward as model_forward
 from amp_patch.policy import Options, Policy, resolve
@@ -49,9 +50,28 @@ def scale_loss(
     return _forks.averaged(scaling, optimizers) if _forks.averages(optimizers) else scaling
 
 
+class NoCastsWithin(regions.region):
+    """A region of this thread without casts, also in all regions inside it, models' regions included.
+
+    Source: Apex's `disable_casts`. (Inside `amp.disable_casts`, the forward of a training's model still casts.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None, disables_torch_autocast=True)
+
+    def on_entry(self, entry: regions.Entry) -> None:
+        """Keep all regions inside this one from casting, until `on_exit`."""
+        this_thread.uncastable_entries.append(entry)
+
+    def on_exit(self, entry: regions.Entry) -> None:
+        """Undo `on_entry`."""
+        if entry in this_thread.uncastable_entries:
+            this_thread.uncastable_entries.remove(entry)
+
+
 def disable_casts() -> regions.region:
     """Return a region without casts, also in models that are called inside: a context manager and a decorator."""
-    return regions.no_casts_within()
+    return NoCastsWithin()
 
 
 class AmpHandle:
