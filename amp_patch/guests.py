@@ -9,6 +9,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from amp_patch.around import captured, ddp, fsdp, named_states, wrappers, zero_redundancy
 from amp_patch.around.shared_backward import SharedBackward
+from amp_patch.casts import in_fp32
 from amp_patch.masters import clipping
 from amp_patch.model import (
     copies,
@@ -27,7 +28,16 @@ from amp_patch.storage.split_master import HALVES
 from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints, observers
 from amp_patch.training.joints import Option
-from amp_patch.watch import first_inputs, left_out, rounded_saves, scaler_events, slips, thawed, written_buffers
+from amp_patch.watch import (
+    first_inputs,
+    left_out,
+    rounded_saves,
+    saturated,
+    scaler_events,
+    slips,
+    thawed,
+    written_buffers,
+)
 from amp_patch.ways import gradient_release, per_parameter, portions
 from amp_patch.ways.one_pass import IN_ONE_PASS
 from amp_patch.ways.portions import IN_PORTIONS
@@ -54,6 +64,7 @@ def enter() -> None:
     register_module_module_registration_hook(ddp.note_ddp)
     joints.unpickled += [ddp.install]
     clipping.before_clipping.append(slips.warn_of_scaled)
+    in_fp32.probability_checks.append(saturated.look)
     joints.first_loss += [slips.refuse_scaled]
     joints.first_body += [slips.look_in]
     joints.dropped += [slips.warn_of_dropped]

@@ -22,12 +22,12 @@ import eight_bit_state
 import uneven_gradients as cases
 from poster import dots
 
+from amp_patch.comparison.commands.guard import Guard
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.verdict import gap_in_words, interval_of, percent_of
 from amp_patch.diagnose.recording.run import loads
 from amp_patch.diagnose.wording import signed
-from amp_patch.support.guard import Guard
 
 ROOT = Path(__file__).parents[1]
 EIGHT_BITS = ROOT / "benchmarks/results/eight_bit_state.json"

@@ -27,8 +27,6 @@ Files, the first one to read first:
   example)
 - `lean_loss.py`: `cross_entropy` of FP16 and BF16 logits, in FP32 and without FP32 copies of the logits
 - `sources.py`: FP32 logits that were cast from low precision, and where a loss of them returns its gradient
-- `saturated.py`: a warning, given once, for a binary cross entropy whose probabilities low precision has rounded
-  to 0 or 1
 - `dynamo.py`: the casts inside torch.compile: while Dynamo traces, the casts of patched functions become nodes of
   its graph
 - `traced_calls.py`: calls of wrapped functions in code that torch.compile traces: Dynamo traces the wrapper's rule

@@ -64,7 +64,7 @@ NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "tra
 # graph break in a region, the rest of the forward runs as plain Python and calls the wrappers. All wrappers share one
 # code object, so if Dynamo compiled them it would recompile that code object for each wrapped function.
 _NEVER_ALONE = (
-    *("casts.cpu_half", "casts.in_fp32", "casts.lean_loss", "casts.low_bit", "casts.rules", "casts.saturated"),
+    *("casts.cpu_half", "casts.in_fp32", "casts.lean_loss", "casts.low_bit", "casts.rules"),
     "casts.sources",
     *("casts.state", "casts.thread_state", "casts.upcast", "casts.wrappers", "model.edited_dicts"),
     *("model.forward", "model.joints", "model.kept_module", "model.kept_result", "model.masks", "model.mixed_calls"),

@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import low_sums
-from amp_patch.casts.saturated import look
 from amp_patch.casts.state import is_plain_eager
 from amp_patch.casts.upcast import check_version, rounded
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.tree import map_tensors
 
 Alone = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+# Called with the probabilities of each binary cross entropy, outside of compiled code; watch/ adds a check.
+probability_checks: list[Callable[[Any], None]] = []
 
 
 def direction(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,10 +73,16 @@ def inexact_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def cross_entropy_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `binary_cross_entropy` while no casts act; warn if low precision has rounded probabilities to 0 or 1."""
+    """Call `binary_cross_entropy` while no casts act, after the checks of its probabilities."""
     if not is_dynamo_compiling():
-        look(args[0] if args else kwargs.get("input"))
+        look(args, kwargs)
     return function(*args, **kwargs)
+
+
+def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call `probability_checks` for the arguments of a binary cross entropy."""
+    for check in probability_checks:
+        check(args[0] if args else kwargs.get("input"))
 
 
 def rnn_alone(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

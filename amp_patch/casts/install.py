@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
-from amp_patch.casts import dynamo, saturated
+from amp_patch.casts import dynamo
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.regions import as_now
 from amp_patch.casts.rules import RULES
@@ -141,7 +141,6 @@ def _forget_installation() -> None:
     _originals.clear()
     _installed.clear()
     _listed_names.clear()
-    saturated.forget()
 
 
 def installed() -> bool:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import lean_loss, low_bit
+from amp_patch.casts import in_fp32, lean_loss, low_bit
 from amp_patch.casts.in_fp32 import Alone, cross_entropy_alone, direction, direction_alone, inexact_alone, rnn_alone
-from amp_patch.casts.saturated import look
 from amp_patch.casts.state import cast_weight, is_plain_eager, outside
 from amp_patch.casts.thread_state import is_enabled, set_enabled
 from amp_patch.casts.upcast import Upcast, rounded
@@ -302,7 +301,7 @@ def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Po
         )
     if not is_dynamo_compiling():
         if low is not None:
-            look(args[0] if args else kwargs.get("input"))
+            in_fp32.look(args, kwargs)
         for subscriber in tuple(banned_subscribers) if policy.allow_banned else ():
             subscriber(function.__name__)
     return _fp32(function, args, kwargs, policy)

@@ -8,7 +8,6 @@ Files, the first one to read first:
 - `tree.py`: nested containers
 - `interrupts.py`: functions that Ctrl-C does not interrupt
 - `blocks.py`: context managers
-- `guard.py`: a process that ends the child processes of a killed parent
 - `files.py`: atomic writes
 - `compiled.py`: marks for `torch.compile`
 - `distributed.py`: helpers for torch.distributed: the local shard of a DTensor, and overflow flags reduced over

@@ -9,6 +9,8 @@ Files, the first one to read first:
 - `rounded_features.py`: how much of an input's variation rounding removes, feature by feature
 - `tables.py`: a warning about tables of frequencies that the cast of a model rounds, so that sinusoids of
   positions are wrong
+- `saturated.py`: a warning, given once, for a binary cross entropy whose probabilities low precision has rounded
+  to 0 or 1
 - `written_buffers.py`: running averages in low precision
 - `rounded_saves.py`: warnings about saves that round
 - `thawed.py`: parameters that were frozen in low precision at `initialize`, and are unfrozen later

@@ -22,4 +22,5 @@ Files:
 - `search.py`: the command `search`: modules that a level must keep
 - `report.py`: the command `report`
 - `interrupts.py`: signals
+- `guard.py`: a process that ends the child processes of a killed parent
 """

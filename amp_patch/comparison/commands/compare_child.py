@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from amp_patch.comparison.commands.compare_folder import add_events, keep_outcome, record_of
+from amp_patch.comparison.commands.guard import Guard
 from amp_patch.comparison.level_result import left_out
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import interrupted
@@ -24,7 +25,6 @@ from amp_patch.diagnose.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMO
 from amp_patch.diagnose.wording import without_control_codes
 from amp_patch.run.run import wanted_cuda
 from amp_patch.support.files import fresh
-from amp_patch.support.guard import Guard
 
 _END = 8.0  # seconds to wait until the guard process has ended a run; it needs less
 _POLL = 0.2  # seconds between two reads of a record

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 from scripts import lives, wait_until
 
-from amp_patch.support import guard
-from amp_patch.support.guard import Guard
+from amp_patch.comparison.commands import guard
+from amp_patch.comparison.commands.guard import Guard
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no process groups")
 

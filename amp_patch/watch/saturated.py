@@ -11,6 +11,7 @@ from torch import Tensor
 from amp_patch.casts.state import is_plain_eager
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.device_sync import DeviceNumbers, is_capturing
+from amp_patch.support.patches import Installation
 from amp_patch.support.scripts_line import warn
 
 # Names of autograd's nodes, in three classes. A node of `_MOVES` changes no value. A node of `_MAKES_EXACT` may make an
@@ -25,6 +26,7 @@ _MAKES_EXACT = re.compile(
 )
 _ROUNDS = re.compile("(Sigmoid|Softmax)Backward")
 
+_installation = Installation()
 _told = False
 _asked: list[DeviceNumbers] = []  # results of earlier calls, on their way from the device to the host
 
@@ -34,7 +36,7 @@ def look(probabilities: Any) -> None:
 
     FP32 probabilities count as rounded if one of the low-precision types holds all of them exactly. On a CPU the
     warning comes at once. On a CUDA device the flag is copied without a sync, and read in a later call. After the
-    warning no values are tested until `forget`.
+    warning no values are tested until `restore`.
 
     A 0 or 1 from a mask, a clamp or a hard threshold was not made by rounding. So if such an operation has made
     `probabilities`, the results of the sigmoids before it are tested instead.
@@ -46,6 +48,7 @@ def look(probabilities: Any) -> None:
         return
     if not is_plain_eager() or is_capturing():
         return
+    _installation.install(lambda patches: patches.on_remove(_forget))
     with torch.no_grad():
         for values in _rounded_to(probabilities):
             _asked.append(DeviceNumbers(_has_rounded(values).reshape(1)))
@@ -61,8 +64,7 @@ def look(probabilities: Any) -> None:
             )
 
 
-def forget() -> None:
-    """Forget that `look` has warned, and the flags that it has not read yet: `look` tests values again."""
+def _forget() -> None:
     global _told
     _told = False
     _asked.clear()
