@@ -1,9 +1,10 @@
 """Replacement of a tensor's content without the loss of its autograd hooks.
 
 Horovod and similar libraries register hooks on a parameter's AccumulateGrad node. If the dtype of a parameter
-changes, torch makes a new node, and drops the old one and its hooks without a message. `set_data` moves these hooks to
-the new node. Hooks on the parameter (`register_hook`, `register_post_accumulate_grad_hook`) survive without help. Hooks
-that C++ registered on the node are not visible here: around/ddp.py makes new ones for DistributedDataParallel.
+changes, torch makes a new node, and drops the old one and its hooks without a message. `set_data` registers these hooks
+on the new node, where their earlier handles do not remove them. Hooks on the parameter (`register_hook`,
+`register_post_accumulate_grad_hook`) survive without help. Hooks that C++ registered on the node are not visible here:
+around/ddp.py makes new ones for DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -14,32 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-_KINDS = ("register_prehook", "register_hook")
-
-
-class _Moved:
-    """The hooks of a dropped AccumulateGrad node, as one hook of the new node.
-
-    Users' handles remove hooks from the dictionary `hooks`, so each call reads it again.
-    """
-
-    def __init__(self, hooks: Any) -> None:
-        self.hooks = hooks
-
-
-class _Before(_Moved):
-    def __call__(self, grads: Any) -> Any:
-        for hook in list(self.hooks.values()):
-            result = hook(grads)
-            grads = grads if result is None else result if isinstance(result, tuple) else (result,)
-        return grads
-
-
-class _After(_Moved):
-    def __call__(self, inputs: Any, grads: Any) -> None:
-        for hook in list(self.hooks.values()):
-            hook(inputs, grads)
-
 
 def set_data(param: Tensor, data: Tensor) -> None:
     """Assign `param.data = data`, of any dtype, and keep the hooks on the parameter's accumulation node."""
@@ -48,7 +23,8 @@ def set_data(param: Tensor, data: Tensor) -> None:
     param.data = data
     for register, hooks in found:
         node = _node(param)
-        getattr(node, register)((_Before if register == "register_prehook" else _After)(hooks))
+        for hook in hooks.values():
+            getattr(node, register)(hook)
         # Autograd references an AccumulateGrad node only weakly: without this reference `node` would be freed.
         hooks.amp_node = node
 
@@ -65,13 +41,9 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
     """
     node = _node(param)
     found = []
-    for register in _KINDS:
+    for register in ("register_prehook", "register_hook"):
         probe = getattr(node, register)(lambda *_: None)  # only a handle gives access to the node's dictionary of hooks
-        hooks = probe.hooks_dict_ref()
         probe.remove()
-        values = list(hooks.values())
-        if len(values) == 1 and isinstance(values[0], _Moved):
-            hooks = values[0].hooks
-        if values:
+        if hooks := probe.hooks_dict_ref():
             found.append((register, hooks))
     return found
