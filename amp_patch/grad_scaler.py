@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor
 from amp_patch.casts import state as casts_state
@@ -18,14 +17,14 @@ from amp_patch.masters.gradients import FoundInf, gather
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
-from amp_patch.support.reach import reach_of
 from amp_patch.support.words import of_class
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import refuse_sharded_since
-from amp_patch.training.stash import no_gradient, stash_of
+from amp_patch.training.stash import no_gradient
 from amp_patch.training.step import consume
-from amp_patch.training.unscale import drop, first_of
-from amp_patch.watch import slips
+from amp_patch.training.unscale import drop
+from amp_patch.watch import scaler_mixtures, slips
+from amp_patch.watch.scaler_mixtures import stash_within
 
 Outputs = TypeVar("Outputs", Tensor, list[Tensor], tuple[Tensor, ...])
 _COUNT = 2**31 - 1  # the bits of a growth counter without its sign
@@ -105,7 +104,7 @@ class GradScaler(torch.amp.GradScaler):
         self._has_served = False  # whether an optimizer was unscaled or stepped
         self._loss: weakref.ref[Tensor] | None = None  # the last one that was scaled
         if self._enabled:
-            _scalers.add(self)
+            scaler_mixtures.scalers.add(self)
             self._init_scale = min(max(self._init_scale, lowest or 0.0), highest or float("inf"))
 
     @overload
@@ -158,9 +157,9 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         self._has_served = True
-        self._refuse_mixtures(optimizer, "unscale_")
+        scaler_mixtures.refuse(self, optimizer, "unscale_")
         super().unscale_(optimizer)
-        self._note_gradients(optimizer)
+        scaler_mixtures.note(self, optimizer)
 
     @eager_only
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,12 +194,12 @@ class GradScaler(torch.amp.GradScaler):
         sharded = any(distributed.is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
         # torch's fused optimizers require a DTensor as the flag for DTensors, and this flag is a plain tensor.
         on_device = getattr(optimizer, "_step_supports_amp_scaling", False) and not sharded
-        if state["stage"] is OptState.READY and (_stash(optimizer) is not None or not on_device):
+        if state["stage"] is OptState.READY and (stash_within(optimizer) is not None or not on_device):
             self.unscale_(optimizer)
         if on_device:
             if state["stage"] is OptState.READY:
-                self._refuse_mixtures(optimizer, "step")
-                self._note_gradients(optimizer)
+                scaler_mixtures.refuse(self, optimizer, "step")
+                scaler_mixtures.note(self, optimizer)
             result = super().step(optimizer, *args, **kwargs)
             found = _found(state)
             stepped: Any = found[0] == 0 if found else True
@@ -212,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
         if not stepped and isinstance(optimizer, torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the scheduler warns that it came before the first step
         state["stage"] = OptState.STEPPED
-        if not stepped and (stash := _stash(optimizer)) is not None:
+        if not stepped and (stash := stash_within(optimizer)) is not None:
             stash.step_skipped = True
             # Without this, the gradients would stay, unlike after a step that `Step` skips.
             consume(stash)
@@ -280,7 +279,7 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._enabled:
-            _scalers.add(self)
+            scaler_mixtures.scalers.add(self)
 
     def _hold_growth(self) -> None:
         """Set the sign of a counter past the interval: the kernel grows the scale from there on, torch only at it."""
@@ -295,41 +294,6 @@ class GradScaler(torch.amp.GradScaler):
         tracker = self._hysteresis_tracker
         return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
-    def _note_gradients(self, optimizer: Any) -> None:
-        """Record the first unscaled gradient of `optimizer`: other scalers refuse it (`_refuse_mixtures`)."""
-        grad = _first_gradient(optimizer)
-        self._per_optimizer_states[id(optimizer)]["grad"] = None if grad is None else TensorWeakRef(grad)
-
-    def _refuse_mixtures(self, optimizer: Any, method: str) -> None:
-        """Raise if the optimizer's gradients certainly have another scale than this scaler's."""
-        grad = _first_gradient(optimizer)
-        if grad is None or self._scale is None:
-            return
-        advice = "call scale(), unscale_(), step() and update() of one scaler for the gradients of one optimizer"
-        stash = _stash(optimizer)
-        unscaled = None if stash is None else stash.unscaled
-        if stash is not None and (stash.pending is not None or (unscaled is not None and unscaled() is grad)):
-            raise RuntimeError(
-                f"GradScaler.{method}: the gradients of this {type(optimizer).__name__} came through amp.scale_loss, "
-                "which scales and unscales them; call optimizer.step() for them, or scaler.scale(loss).backward() "
-                "instead of it"
-            )
-        for other in set(_scalers) - {self}:
-            states = dict(other._per_optimizer_states)
-            served = states.get(id(optimizer), {"stage": OptState.READY})
-            noted = served.get("grad")
-            if served["stage"] is not OptState.READY and noted is not None and noted() is grad:
-                raise RuntimeError(
-                    f"GradScaler.{method}: another GradScaler has unscaled the gradients of this "
-                    f"{type(optimizer).__name__} already; {advice}"
-                )
-            waiting = all(state["stage"] is OptState.READY for state in states.values())
-            if other._has_scaled and not self._has_scaled and waiting:
-                raise RuntimeError(
-                    f"GradScaler.{method}: this scaler has scaled nothing since its last update(), and another "
-                    f"GradScaler has, which no optimizer has stepped with; {advice}"
-                )
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         slips.scalers.add(self)
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
@@ -338,7 +302,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hold_growth()
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        stash = _stash(optimizer)
+        stash = stash_within(optimizer)
         if stash is None:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
@@ -382,23 +346,6 @@ class GradScaler(torch.amp.GradScaler):
         return {device: overall}
 
 
-_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scaler of the process
-
-
-def _has_scaled_loss_of(params: Sequence[Tensor]) -> bool:
-    """Tell whether a scaler that has not unscaled or stepped any optimizer has scaled a loss of `params`.
-
-    If such a scaler's loss was freed, the loss's parameters are unknown, and the result is True.
-    """
-    waiting = [vars(scaler) for scaler in list(_scalers)]
-    losses = [of["_loss"] for of in waiting if of["_has_scaled"] and not of["_has_served"] and of["_loss"] is not None]
-    own = set(map(id, params))
-    return any((loss := ref()) is None or not own.isdisjoint(reach_of(loss).leaves) for ref in losses)
-
-
-slips.of_waiting_scaler.append(_has_scaled_loss_of)
-
-
 class OlderGradScaler(GradScaler):
     """`GradScaler` without the argument `device`, with the argument order of torch.cuda.amp and OneFlow.
 
@@ -422,22 +369,6 @@ class OlderGradScaler(GradScaler):
         super().__init__(self.device_type, *factors, **options)
 
 
-def _stash(optimizer: Any) -> Any:
-    """Return the stash of an optimizer that went through `initialize`; None for other optimizers."""
-    return None if (stash := stash_of(innermost(optimizer))) is None or not stash.enabled else stash
-
-
 def _found(state: dict[str, Any]) -> list[Tensor]:
     """Return the scaler's overflow flags for one optimizer, one flag for each device; [] if it had no gradients."""
     return list(state["found_inf_per_device"].values())
-
-
-def _first_gradient(optimizer: Any) -> Tensor | None:
-    """Return the first gradient for the next step of `optimizer`, a master's or a parameter's; None without any."""
-    stash, groups = stash_of(innermost(optimizer)), innermost(optimizer).param_groups
-    if stash is None:
-        return next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
-    waiting = stash.masters.waiting
-    if waiting and (grad := waiting.first()) is not None:
-        return grad
-    return first_of(stash.masters.pairs(groups))

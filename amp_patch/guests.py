@@ -29,12 +29,14 @@ from amp_patch.storage.stochastic_master import ROUNDING, beside_scale
 from amp_patch.training import joints, observers
 from amp_patch.training.joints import Option
 from amp_patch.watch import (
+    captured_rates,
     first_inputs,
     left_out,
     rounded_saves,
     saturated,
     scaler_events,
     slips,
+    small_eps,
     thawed,
     written_buffers,
 )
@@ -59,7 +61,7 @@ def enter() -> None:
     joints.of_state += [coded_steps.overrides]
     joints.ways += [IN_ONE_PASS, IN_PORTIONS]
     joints.check_models += [fsdp.check_shards, ddp.check_ddp]
-    joints.enter_models += [ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]
+    joints.enter_models += [small_eps.look, ddp.enter_models, left_out.watch, thawed.watch_unowned, slips.watch_scalers]
     joints.retyped += [ddp.reduce_anew]
     register_module_module_registration_hook(ddp.note_ddp)
     joints.unpickled += [ddp.install]
@@ -76,7 +78,7 @@ def enter() -> None:
     joints.regrouped += [zero_redundancy.repartition]
     joints.wrapped += [wrappers.enter_wrappers]
     joints.shared_backward += [SharedBackward]
-    joints.captured += [captured.check, host_masters.refuse_capture]
+    joints.captured += [captured.refuse_first_step, captured_rates.look, host_masters.refuse_capture]
     joints.check_optimizer += [
         zero_redundancy.check_zero,
         per_parameter.register_asked,

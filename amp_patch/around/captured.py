@@ -1,42 +1,21 @@
-"""Checks of a step that a CUDA graph captures: replays would create state again, and use old numbers of the host."""
+"""Refusal of a first step that a CUDA graph captures: each replay would create the state again."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from amp_patch.masters.masters import has_gradient
-from amp_patch.support import device_sync
 from amp_patch.support.generated_class import base_class
-from amp_patch.support.scripts_line import warn
 from amp_patch.training.stash import Stash
 
 
-def check(optimizer: Any, stash: Stash) -> None:
-    """Check a step that is about to be captured; nothing is changed.
-
-    Warn if a group has a scheduler, and its learning rate is a number or a CPU tensor: each replay would use the
-    learning rate of the capture.
+def refuse_first_step(optimizer: Any, stash: Stash) -> None:
+    """Raise if the step that is about to be captured would be the first step of a parameter; nothing is changed.
 
     Raises:
-        RuntimeError: this would be the first step of a parameter. The graph would record the creation of its state, and
-            each replay would reset the state: SGD's momentum would always be the gradient of the last batch.
+        RuntimeError: the graph would record the creation of the parameter's state, and each replay would reset it:
+            SGD's momentum would always be the gradient of the last batch.
     """
-    _refuse_first_step(optimizer, stash)
-    for index, group in enumerate(optimizer.param_groups):
-        lr = group.get("lr")
-        on_device = isinstance(lr, Tensor) and device_sync.waits(lr.device)
-        if "initial_lr" in group and not on_device:  # torch's schedulers leave `initial_lr` in the group
-            warn(
-                f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and the learning rate of "
-                f"group {index}, which has a scheduler, is a number of the host: every replay uses its "
-                f"current value, {float(lr)}; make it a tensor on the device (lr=torch.tensor(...)) if the optimizer "
-                "takes one, or capture again after each change"
-            )
-
-
-def _refuse_first_step(optimizer: Any, stash: Stash) -> None:
     if stash.neighbours.has_stepped and not any(optimizer.state.values()):
         return  # this optimizer keeps no state
     keeps = [  # SGD without momentum creates no state

@@ -195,17 +195,6 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
     patches.set(reentrant, "forward", staticmethod(wrap(reentrant.forward, 1)))
 
 
-def in_force(function: Any) -> Any:
-    """Return the wrapper that now replaces `function` in its module; if there is none, `function` itself.
-
-    For code that has stored the function before the casts were installed.
-    """
-    owner = sys.modules.get(getattr(function, "__module__", None) or "")
-    found = getattr(owner, getattr(function, "__name__", ""), None)
-    original = getattr(found, "__wrapped__", None) or getattr(getattr(found, "__self__", None), "__wrapped__", None)
-    return found if original is function else function
-
-
 def resolve_address(address: str) -> Any:
     """Return the module or class of a dotted name of the op lists, for example "torch.Tensor"."""
     # During the import of a submodule its parent does not have it as an attribute yet.

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casts import install
 from amp_patch.comparison import page, table
 from amp_patch.comparison.agreement import FirstBatch
 from amp_patch.comparison.comparison import Comparison
@@ -40,6 +39,7 @@ from amp_patch.comparison.seeds import seeded
 from amp_patch.diagnose.recording.recorder import Enough, Recorder, log
 from amp_patch.diagnose.recording.run import INTERRUPTED, Failure, Run
 from amp_patch.diagnose.survey.first_step import FirstStep, FirstStepOver
+from amp_patch.diagnose.survey.steps import in_force
 from amp_patch.diagnose.wording import listed
 from amp_patch.frontend import initialize, restored
 from amp_patch.run.machine import machine
@@ -354,7 +354,7 @@ def _train(
 ) -> None:
     steps, evaluate, first = job.plan.steps, job.evaluate, job.first
     model, optimizer = initialize(model, optimizer)  # the level comes from the environment variables
-    loss_fn = install.in_force(loss_fn)  # `build_fn` returned torch's function before O1 installed its casts
+    loss_fn = in_force(loss_fn)  # `build_fn` returned torch's function before O1 installed its casts
     with suppress(Enough):
         if not _epoch(model, optimizer, loss_fn, batches, first):
             words = "nothing: drop_last over fewer samples than a batch, or an iterator that an earlier run used up"

@@ -1,6 +1,6 @@
 """The microscope: what happens to the numbers of one training.
 
-It sees the frontend and the observers (`training/observers.py`), not the stash, the step or the masters.
+It sees the frontend, the observers and `watch/questions.py`, not the stash, the step or the masters.
 
 Files:
 

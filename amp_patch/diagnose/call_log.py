@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-
-from amp_patch.support.compiled import eagerly
 
 
 @dataclass
@@ -25,6 +25,11 @@ class Frame:
     name: str
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
     calls_others: bool = False
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Return a context manager in which compiled code runs as plain Python."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def on_gradient(tensor: Tensor, then: Callable[[Tensor], None]) -> Any:

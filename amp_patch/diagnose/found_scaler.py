@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.training.observers import Observer, innermost
+from amp_patch.training.innermost import innermost
+from amp_patch.training.observers import Observer
 
 
 class FoundScaler(Observer):

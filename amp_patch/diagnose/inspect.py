@@ -30,7 +30,8 @@ from amp_patch.support.compiled import in_backward
 from amp_patch.support.devices import widest
 from amp_patch.support.words import of_class
 from amp_patch.training import observers
-from amp_patch.training.innermost import as_list
+from amp_patch.training.innermost import as_list, innermost
+from amp_patch.watch import questions
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -70,7 +71,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None, lin
     distributed.refuse(model, "inspect")
     while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
         model = model.get_submodule("module")
-    targets = [observers.innermost(each) for each in as_list(optimizers)]
+    targets = [innermost(each) for each in as_list(optimizers)]
     seen = Inspection()
     if (policy := policy_of(model)) is not None and policy.product_format is not None:
         seen.high = [_plain(name) for name, module in model.named_modules() if isinstance(module, HighModule)]
@@ -90,7 +91,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None, lin
             elif log.found.scaler is not None:
                 seen.scale = log.found.scaler.get_scale()
             else:
-                scales = (scale for target in targets if (scale := observers.loss_scale_of(target)) is not None)
+                scales = (scale for target in targets if (scale := questions.loss_scale_of(target)) is not None)
                 seen.scale = next(scales, seen.scale)
     if line and policy is not None and seen.off is not None:
         seen.cause = cause_of(replay, policy)
@@ -240,7 +241,7 @@ class _NumberLog(CallLog):
         """
         scale = self.found.scale()
         if scale is None:
-            scale = next((body.scale for body in map(observers.body_of, self.targets) if body is not None), None)
+            scale = next((body.scale for body in map(questions.body_of, self.targets) if body is not None), None)
         self.scale = self.scale if scale is None else scale.clone()
         return 1.0 if scale is None else scale.to(widest(scale.device)).reciprocal()
 

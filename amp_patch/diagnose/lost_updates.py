@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.training import observers
+from amp_patch.watch import questions
 
 _SAMPLE = 2**12  # of a larger parameter, about this many evenly spaced elements are sampled
 
@@ -74,7 +74,7 @@ class UpdateMeter:
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str] = MappingProxyType({})) -> None:
-        policy = observers.policy_of(optimizer)
+        policy = questions.policy_of(optimizer)
         self.dtype = torch.bfloat16
         self.dtypes: tuple[torch.dtype, ...] = LOW_PRECISION
         if policy is not None and policy.makes_low_tensors:
@@ -100,7 +100,7 @@ class UpdateMeter:
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, sample of FP32 values) of each parameter that is in low precision, or would be at some level."""
-        return observers.fp32_values(self._optimizer, self._names, _sample)
+        return questions.fp32_values(self._optimizer, self._names, _sample)
 
 
 def _sample(value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from amp_patch.casts import regions
 from amp_patch.support import tree
 from amp_patch.support.devices import widest
 from amp_patch.support.random_states import random_states, restored_random_states
-from amp_patch.training.observers import fp32_of
+from amp_patch.watch.questions import fp32_of
 
 
 class _WithoutHooks(nn.Module):

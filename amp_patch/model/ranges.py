@@ -12,6 +12,7 @@ from amp_patch.model.masks import is_mask
 from amp_patch.model.of_model import followed_policy
 from amp_patch.model.tensors import load_masters
 from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support.devices import by_device
 from amp_patch.support.distributed import local
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
@@ -55,11 +56,8 @@ def load_in_range(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 def _refuse_infinite(caller: str, model: nn.Module, named: list[_Named], low: torch.dtype, policy: Policy) -> None:
     found = [(path, name, tensor, local(tensor.detach())) for path, name, tensor in named if _may_lose(tensor, low)]
     found = [each for each in found if each[3].numel()]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for *_, value in found:
-        by_device.setdefault(value.device, []).append(value)
     largest: dict[Tensor, float] = {}
-    for values in by_device.values():
+    for (values,) in by_device((value,) for *_, value in found).values():
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))]).tolist()
         largest.update(zip(values, norms, strict=True))
     for path, name, tensor, value in found:

@@ -83,14 +83,6 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def delegated(inner: str, name: str) -> Any:
-    """Return a property that is the attribute `name` of the object `self.inner`, for reads and writes."""
-    return property(
-        lambda self: getattr(getattr(self, inner), name),
-        lambda self, value: setattr(getattr(self, inner), name, value),
-    )
-
-
 def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
     """Compute `params -= lr * updates` in place; the updates may be overwritten."""
     if isinstance(lr, Tensor):

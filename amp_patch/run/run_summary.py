@@ -23,6 +23,7 @@ from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import observers
 from amp_patch.training.training import Training
+from amp_patch.watch import questions
 
 _NAMES = 3  # the line names at most this many models, and as many optimizers
 _EXIT_PRIORITY = 10  # from 0 on, a finalizer runs before multiprocessing ends the children of this process
@@ -65,7 +66,7 @@ class RunSummary(observers.Observer):
             self._peak = PeakMemory()
 
     def step_ends(self, optimizer: Any) -> None:
-        if observers.policy_of(optimizer) is None or not observers.has_stepped(optimizer):
+        if questions.policy_of(optimizer) is None or not questions.has_stepped(optimizer):
             return
         self._take_over_fork()
         self._steps += 1
@@ -90,7 +91,7 @@ class RunSummary(observers.Observer):
             return None
         for training in self._trainings:
             for optimizer in alive(training.optimizers):
-                observers.count_skips(optimizer)
+                questions.count_skips(optimizer)
         skipped = sum(scaler.skips for scaler in self._scalers.values())
         steps = f"{wording.counted(self._steps, 'step')}, {skipped} skipped"
         trained = f"{_listed(self._models)} by {_listed(self._optimizers)}" if self._models else "nothing"

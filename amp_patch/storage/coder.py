@@ -15,7 +15,6 @@ from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.storage.coded_state import LEAST, Coded, codes_of, decode, encode, encoded, is_large
 from amp_patch.support import tree
 from amp_patch.support.blocks import block, without_grad
-from amp_patch.support.distributed import local
 from amp_patch.support.interrupts import whole
 from amp_patch.training.stash import known_stash
 
@@ -36,8 +35,8 @@ def in_fp32(value: Tensor) -> Tensor:
 
 def stored(states: Iterable[Any]) -> list[Any]:
     """Return the tensors in `states`, for each that is stored as codes its codes and scales."""
-    shards = map(local, tree.tensors(list(states)))
-    return [t for each in shards for t in ([each.codes, each.scales] if isinstance(each, Coded) else [each])]
+    found = tree.tensors(list(states))
+    return [t for each in found for t in ([each.codes, each.scales] if isinstance(each, Coded) else [each])]
 
 
 def coded_entries(states: Iterable[Any]) -> list[Entry]:

@@ -5,17 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def eagerly() -> AbstractContextManager[Any]:
-    """Return a context manager in which compiled code runs as plain Python."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def is_compiling() -> bool:

@@ -35,14 +35,7 @@ def map_tensors(fn: TensorFn, value: Any) -> Any:
 
 def tensors(value: Any) -> list[Tensor]:
     """Return the tensors in `value`, in the order of the walk of `map_tensors`."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return found
+    return _noted(map_tensors, value)
 
 
 def cast_floats(
@@ -91,13 +84,17 @@ def cast_floats(
 
 def batch_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in `value`, also those in attributes of objects of a user's class, as `cast_floats` finds."""
+    return _noted(lambda note, value: _map_attributes(value, note, lambda other: None), value)
+
+
+def _noted(walk: Callable[[TensorFn, Any], Any], value: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    _map_attributes(value, note, lambda other: None)
+    walk(note, value)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.distributed import is_dtensor, stateful
-from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Attempts
 from amp_patch.support.quantized import is_quantized
 from amp_patch.support.words import of_class
@@ -263,30 +262,6 @@ def state_follows_params(optimizer: Optimizer) -> None:
         for value in state.values()
     ):
         holder.load_state_dict(holder.state_dict())
-
-
-def warn_of_small_eps(optimizer: Optimizer) -> None:
-    """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0.
-
-    Optimizers with the attribute `computes_in_fp32` are not checked.
-    """
-    for index, eps, dtype in lost_eps(optimizer):
-        warnings.warn(
-            f"initialize: eps={eps:g} of {base_class(optimizer).__name__}'s group {index} is 0 in {dtype}, the type "
-            "that its parameters have without masters: a first step can give NaN. Use eps=1e-4, or opt_level='O2'",
-            stacklevel=4,
-        )
-
-
-def lost_eps(optimizer: Optimizer) -> Iterator[tuple[int, float, torch.dtype]]:
-    """Yield (index of a group, eps, low-precision dtype) for each group whose `eps` is 0 in that dtype."""
-    if getattr(optimizer, "computes_in_fp32", False):
-        return
-    for index, group in enumerate(optimizer.param_groups):
-        eps = group.get("eps")
-        for dtype in {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION and p.requires_grad}:
-            if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype, device="cpu").item() == 0:
-                yield index, eps, dtype
 
 
 def widen(stash: Stash, params: Iterable[Any]) -> None:

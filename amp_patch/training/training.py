@@ -275,7 +275,6 @@ def enter(training: Training, shared: Siblings, models: list[nn.Module], targets
         model_tensors.reflatten(model)
     for target in targets:
         optimizer_side.state_follows_params(target)
-        optimizer_side.warn_of_small_eps(target)
     scales = any(scaler.scales for scaler in training.scalers)
     if targets and (policy.master_weights or scales):
         clipping.install()

@@ -15,5 +15,9 @@ Files, the first one to read first:
 - `rounded_saves.py`: warnings about saves that round
 - `thawed.py`: parameters that were frozen in low precision at `initialize`, and are unfrozen later
 - `slips.py`: mistakes in a training loop
+- `questions.py`: what diagnose/, run/ and comparison/ ask about an optimizer
+- `small_eps.py`: a warning about an `eps` that is 0 in the type of the parameters
+- `captured_rates.py`: a warning about learning rates of the host in a CUDA graph
+- `scaler_mixtures.py`: refusal of gradients that belong to another GradScaler, or to `scale_loss`
 - `scaler_events.py`: notifies observers of the calls of GradScalers
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from amp_patch.training.joints import Optimizer
 from amp_patch.training.scaled_backward import ScaledBackward, refuse_too_late
 from amp_patch.training.stash import Neighbours, Stash, body_events, has_unscaled, known_stash
 from amp_patch.training.training import Training, all_optimizers
+from amp_patch.watch import scaler_mixtures
 
 # The optimizers about whose first gradients a warning was given, or ruled out.
 _seen = weakref.WeakSet[Neighbours]()
@@ -116,11 +117,6 @@ def warn_of_scaled(clipped: Sequence[Tensor]) -> None:
             return
 
 
-# Each function receives parameters, and tells whether a GradScaler that has not stepped any optimizer yet has scaled
-# the loss of their gradients. `grad_scaler.py` adds one.
-of_waiting_scaler: list[Callable[[Sequence[Tensor]], bool]] = []
-
-
 def warn_of_no_scaler_step(optimizer: Optimizer, stash: Stash) -> bool:
     """Warn once if a GradScaler has scaled the gradients and the script calls `optimizer.step()` without it.
 
@@ -142,7 +138,7 @@ def _is_scaled_by_scaler(optimizer: Optimizer, stash: Stash) -> bool:
     if stash.bodies or stash.unscaled or stash.neighbours.has_stepped:
         return False
     params = stash.masters.of_groups(optimizer.param_groups).distinct_params
-    return bool(with_gradient(params)) and any(asks(params) for asks in of_waiting_scaler)
+    return bool(with_gradient(params)) and scaler_mixtures.has_scaled_loss_of(params)
 
 
 def _in_scaler() -> Any:

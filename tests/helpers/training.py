@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from amp_patch import amp
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.training.innermost import innermost
-from amp_patch.training.observers import count_skips, last_skip
+from amp_patch.watch.questions import count_skips, last_skip
 
 # The levels of 16 bits and FP32: levels whose products have no format of fewer bits.
 LEVELS = tuple(level for level, policy in OPT_LEVELS.items() if policy.product_format is None)

@@ -25,7 +25,7 @@ from training import LEVELS, same, weights  # noqa: E402
 from amp_patch import amp  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
 from amp_patch.masters.held_gradients import can_wait  # noqa: E402
-from amp_patch.training import observers  # noqa: E402
+from amp_patch.watch import questions  # noqa: E402
 
 pytestmark = PACKAGES_WARN
 
@@ -49,7 +49,7 @@ def by_hand(level: str, *, clip: Any = None, every: int = 1, inputs: torch.Tenso
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-    scale = observers.loss_scale_of(optimizer)
+    scale = questions.loss_scale_of(optimizer)
     amp.restore()
     return model, [*losses, scale]
 
@@ -198,7 +198,7 @@ def test_lightning_defers_gradients_and_steps_in_one_pass(level, clip, monkeypat
             kernels.clear()
 
         def on_before_optimizer_step(self, trainer, module, optimizer):
-            grads = observers.gradients_of([master for _, master in observers.pairs_of(optimizer)])
+            grads = questions.gradients_of([master for _, master in questions.pairs_of(optimizer)])
             seen.append(sum(grad.nbytes for grad in grads if grad.dtype is not torch.float32) / count(module))
 
         def on_train_batch_end(self, trainer, module, *_):

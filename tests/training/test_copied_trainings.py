@@ -15,7 +15,7 @@ from training import backward, masters_of, skipped, through_pickle
 
 from amp_patch import amp
 from amp_patch.multi_tensor import backend
-from amp_patch.training import observers
+from amp_patch.watch import questions
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle}
 both_ways = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
@@ -63,7 +63,7 @@ def test_a_copy_is_in_the_training_before_its_first_backward(copied: Any, level:
     model = ones(nn.Linear(2, 2))
     pair = start_all(model, sgd(model.parameters()), opt_level=level)
     _, optimizer = copied(pair)
-    assert observers.policy_of(optimizer).opt_level == level
+    assert questions.policy_of(optimizer).opt_level == level
     optimizer.step()
     assert not skipped(optimizer)
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.apex.fp16_utils.fp16util import clip_grad_norm
+from amp_patch.apex.fp16_utils.fp16util import clip_grad_norm, delegated
 from amp_patch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from amp_patch.masters import of_optimizer
 from amp_patch.masters.masters import publish, settle
-from amp_patch.optimizers.common import delegated
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.devices import by_device
 

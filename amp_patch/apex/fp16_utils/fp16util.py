@@ -143,3 +143,11 @@ def _copy(pairs: Iterable[tuple[Any, Tensor]]) -> None:
     """Copy the source of each pair (source, target) to its target, in the target's type. One pass for each device."""
     for targets, sources in by_device((target, source) for source, target in pairs).values():
         multi_tensor.multi_tensor_scale(sources, targets, 1.0)
+
+
+def delegated(inner: str, name: str) -> Any:
+    """Return a property that is the attribute `name` of the object `self.inner`, for reads and writes."""
+    return property(
+        lambda self: getattr(getattr(self, inner), name),
+        lambda self, value: setattr(getattr(self, inner), name, value),
+    )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.optimizers.common import delegated, loss_of
+from amp_patch.apex.fp16_utils.fp16util import delegated
+from amp_patch.optimizers.common import loss_of
 from amp_patch.support.devices import by_device
 
 __all__ = ["LARC"]

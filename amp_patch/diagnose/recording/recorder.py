@@ -35,7 +35,9 @@ from amp_patch.policy import OPT_LEVELS
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import observers
+from amp_patch.training.innermost import innermost
 from amp_patch.training.training import Training, training_of, trainings
+from amp_patch.watch import questions
 
 _OTHERS = 100  # after this number of consecutive steps of other optimizers, the lead counts as finished
 
@@ -312,12 +314,12 @@ class Recorder(observers.Observer):
                 self._sizes.measure_gradients()
 
     def step_begins(self, optimizer: Any) -> None:
-        if observers.policy_of(optimizer) is not None and self.is_recording():
+        if questions.policy_of(optimizer) is not None and self.is_recording():
             self._adopt_earlier(optimizer)
             self._clock.step_begins()
 
     def step_ends(self, optimizer: Any) -> None:
-        if observers.has_stepped(optimizer) and self.is_recording() and self._stepped_by_scaler is not optimizer:
+        if questions.has_stepped(optimizer) and self.is_recording() and self._stepped_by_scaler is not optimizer:
             self._end_step(optimizer)
 
     def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
@@ -330,7 +332,7 @@ class Recorder(observers.Observer):
             self._clock.backward_ends()
 
     def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
-        optimizer = observers.innermost(optimizer)
+        optimizer = innermost(optimizer)
         losses = self._scaler_losses.take(scaler)
         if self.is_recording() and self._records(optimizer):
             self._stepped_by_scaler = optimizer
@@ -348,7 +350,7 @@ class Recorder(observers.Observer):
 
         If no training went through `initialize`, they are. Otherwise only those of optimizers in such a training are.
         """
-        is_trained = observers.policy_of(optimizer) is not None
+        is_trained = questions.policy_of(optimizer) is not None
         if is_trained:
             self._adopt_earlier(optimizer)
         elif not (self._adopted or self._device):
@@ -390,7 +392,7 @@ class Recorder(observers.Observer):
         step = self._clock.take_step()
         self.steps += 1
         if skipped is None:
-            skipped = observers.last_skip(optimizer)
+            skipped = questions.last_skip(optimizer)
         was_looked_at = self._looks.is_looking()
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_looked_at))
         if was_looked_at:
@@ -402,9 +404,9 @@ class Recorder(observers.Observer):
             self._sizes.measure()
         if self._outbox.is_due():
             self._flush()
-        is_trained = observers.policy_of(optimizer) is not None
+        is_trained = questions.policy_of(optimizer) is not None
         if is_trained and not self.has_enough and self._looks.wants_inspection(self.steps):
-            own = observers.models_of(optimizer)
+            own = questions.models_of(optimizer)
             if models := own or [m for training in self._adopted for m in alive(training.models)]:
                 self._looks.inspect(models[0], optimizer, self.steps, self._peak)
         else:

@@ -13,9 +13,9 @@ from amp_patch.diagnose.recording.step import sample
 from amp_patch.storage.coder import stored
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
-from amp_patch.training import observers
-from amp_patch.training.optimizer import lost_eps
 from amp_patch.training.training import Training
+from amp_patch.watch import questions
+from amp_patch.watch.small_eps import lost_eps
 
 _PARAMS = 16  # parameters that `first_weights` reads
 
@@ -84,7 +84,7 @@ class Sizes:
         states = [getattr(distributed.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
         masters = [master for param, master in pairs if master is not param]
-        stepped = observers.stored(masters)
+        stepped = questions.stored(masters)
         weights = {id(param) for param, _ in pairs}  # a stochastically rounded master is stored in its weight
         self.bytes["masters"] = _bytes(tensor for tensor in stepped if id(tensor) not in weights)
         self.bytes["state"] = _bytes(tensor for state in states for tensor in stored(state.values()))
@@ -96,7 +96,7 @@ class Sizes:
         `bytes["gradients"]` is the largest measurement so far.
         """
         tensors = {id(t): t for pair in self._pairs() for t in pair}.values()
-        self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(observers.gradients_of(tensors)))
+        self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(questions.gradients_of(tensors)))
 
     def _optimizers(self) -> list[Any]:
         """Return the trainings' optimizers that still exist and are in no later training."""
@@ -110,7 +110,7 @@ class Sizes:
 
         A parameter without a master gives (parameter, parameter).
         """
-        pairs = [pair for optimizer in self._optimizers() for pair in observers.pairs_of(optimizer)]
+        pairs = [pair for optimizer in self._optimizers() for pair in questions.pairs_of(optimizer)]
         known = {id(param) for param, _ in pairs}
         models = [model for training in self._trainings for model in alive(training.models)]
         return pairs + [(p, p) for model in models for p in model.parameters() if id(p) not in known]

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from amp_patch.diagnose.call_log import eagerly
 from amp_patch.diagnose.survey.measured import MEASURED, measure
 from amp_patch.diagnose.survey.replay import Replay, Replays
 from amp_patch.diagnose.survey.report import Report
 from amp_patch.diagnose.survey.survey import Surveyor
-from amp_patch.support.compiled import eagerly
 from amp_patch.training import observers
 from amp_patch.watch.averages import averages_in
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from amp_patch.casts import install
 from amp_patch.diagnose.call_log import on_gradient
 from amp_patch.diagnose.module_error import floats
 from amp_patch.diagnose.output_distance import squares
@@ -67,6 +67,17 @@ class Case(NamedTuple):
         return floats((self.args, dict(self.named)))
 
 
+def in_force(function: Any) -> Any:
+    """Return the wrapper that now replaces `function` in its module; if there is none, `function` itself.
+
+    For code that has stored the function before the casts were installed.
+    """
+    owner = sys.modules.get(getattr(function, "__module__", None) or "")
+    found = getattr(owner, getattr(function, "__name__", ""), None)
+    original = getattr(found, "__wrapped__", None) or getattr(getattr(found, "__self__", None), "__wrapped__", None)
+    return found if original is function else function
+
+
 class Root(nn.Module):
     """A copy of a case's model and its loss, as one module: the root of a search through the modules."""
 
@@ -79,7 +90,7 @@ class Root(nn.Module):
         output = self.model(*args, **named)
         self.outputs = [each.detach() for each in floats(output)]
         first = (self.model, (args, named)) if self.case.calls_model else ()
-        return install.in_force(self.loss_fn)(*first, output, *self.case.targets)
+        return in_force(self.loss_fn)(*first, output, *self.case.targets)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casts.install import rule_of
+from amp_patch.diagnose.call_log import eagerly
 from amp_patch.diagnose.survey.calls import LOWERING, Call, finite_range, in_place, only_once
 from amp_patch.diagnose.survey.kinds import CASTING, KINDS, NONE, NOTHING, STORED, Facts, Kind, Kinds, cast, uncast
 from amp_patch.diagnose.survey.masks import adds_mask, mask_at
@@ -20,7 +21,7 @@ from amp_patch.diagnose.survey.served import averages_that_run_keeps, mends
 from amp_patch.model.keep_fp32 import has_forward, is_batch_norm, kept_modules
 from amp_patch.model.masks import saturate
 from amp_patch.policy import OPT_LEVELS
-from amp_patch.support.compiled import eagerly, in_backward
+from amp_patch.support.compiled import in_backward
 from amp_patch.support.tree import batch_tensors, map_tensors, tensors
 
 _RAISING = ("fp32", "loss", "norm", "direction", "inexact")

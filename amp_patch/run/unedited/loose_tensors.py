@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.run.unedited.refusal import ScriptRefused
 from amp_patch.support.reach import Reach
-from amp_patch.training.observers import innermost
+from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import loss_scale
 
 

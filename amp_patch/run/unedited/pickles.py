@@ -30,7 +30,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.forward_hook import ForwardHook, NoHook
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Patches
-from amp_patch.training import observers
+from amp_patch.watch import questions
 
 _PICKLER: Any = pickle._Pickler  # the pickler in C has no method `save` to override
 _DEPTH = 4  # levels of containers and attributes in which `_parts` looks
@@ -85,7 +85,7 @@ class Pickles:
             for part in _parts(loaded):
                 if isinstance(part, nn.Module) and not isinstance(part, Generated) and self._models():
                     fp32_copies.hold_casts_off(part)
-                elif isinstance(part, Optimizer) and observers.policy_of(part) is None:
+                elif isinstance(part, Optimizer) and questions.policy_of(part) is None:
                     self._optimizer_loaded(part)
             return loaded
 

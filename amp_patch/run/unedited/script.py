@@ -62,9 +62,10 @@ from amp_patch.support.patches import Patches
 from amp_patch.support.reach import Reach, merged, reach_of
 from amp_patch.training import observers
 from amp_patch.training.arguments import ClosureAlreadyRun
-from amp_patch.training.observers import innermost
+from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.training import Dialect
+from amp_patch.watch import questions
 
 
 class _Initialized(NamedTuple):
@@ -275,7 +276,7 @@ class UneditedScript(observers.Observer):
         if not own:
             return
         known = {id(p) for each in self._models() for p in each.parameters()}
-        fresh = not all(map(observers.policy_of, own))
+        fresh = not all(map(questions.policy_of, own))
         if not fresh and all(id(p) in known or id(p) not in self._owners for p in model.parameters()):
             return
         if self._is_of_ours():
@@ -296,7 +297,7 @@ class UneditedScript(observers.Observer):
         held = {id(innermost(optimizer)) for optimizer in optimizers}
         joined = [t for t in self._initialized if any(id(innermost(o)) in held for o in alive(t.optimizers))]
         earlier = [optimizer for taken in joined for optimizer in alive(taken.optimizers)]
-        if any(map(observers.has_made_gradients, earlier)):
+        if any(map(questions.has_made_gradients, earlier)):
             raise ScriptRefused(
                 f"{base_class(model).__name__} is called for the first time between backward() and step() of an "
                 "optimizer that it shares with other models",
@@ -398,7 +399,7 @@ class UneditedScript(observers.Observer):
         Raises:
             ScriptRefused: the optimizer holds parameters of a module, or no model has been initialized yet.
         """
-        if observers.policy_of(optimizer) is not None:
+        if questions.policy_of(optimizer) is not None:
             return
         name = base_class(innermost(optimizer)).__name__
         loose = loose_tensors.steps_loose_tensors(optimizer)
@@ -421,7 +422,7 @@ class UneditedScript(observers.Observer):
             with torch.enable_grad():
                 done = ClosureAlreadyRun(closure())
             result = ((args[0], done, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": done})
-        if not observers.had_bodies(optimizer) and any(p.grad is not None for p in _params(innermost(optimizer))):
+        if not questions.had_bodies(optimizer) and any(p.grad is not None for p in _params(innermost(optimizer))):
             self._take_or_refuse(optimizer)
             raise ScriptRefused(f"the gradients of {name} were made without backward()")
         return result
@@ -437,7 +438,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 def _params(optimizer: Any) -> Iterator[Tensor]:
     """Return the parameters that the optimizer updates; for a master in its groups, the parameter of that master."""
-    return (param for param, _ in observers.pairs_of(optimizer))
+    return (param for param, _ in questions.pairs_of(optimizer))
 
 
 def _as_type_of(grad_tensors: Any, loss: Tensor) -> Any:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_patch import amp
-from amp_patch.casts import install
 from amp_patch.diagnose.survey import measured
+from amp_patch.diagnose.survey.steps import in_force
 
 
 class Block(nn.Module):
@@ -289,7 +289,7 @@ def trained(case, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, allow_banned=True)
     # `made` has read F.mse_loss before O1 replaced it, and in torch 2.11 its backward refuses FP16 beside FP32.
-    loss_fn = install.in_force(loss_fn)
+    loss_fn = in_force(loss_fn)
     takes_targets = case.__name__ not in ("years", "years_near_the_first_prediction", "ctc", "loss_inside")
     losses = []
     while len(losses) < 3:
