@@ -49,17 +49,15 @@ def _attribute(link_of: Callable[[Tensor], Record | None]) -> property:
             return own_grad(param)
         if record.route.to_masters and (grad := record.master.grad) is not None:
             return grad
-        own = own_grad(param)
         if record.host is not None:
-            if own is None and (own := record.host.give_back(param)) is not None:
-                set_own_grad(param, own)
-            record.host.forget(freed=True)
+            record.host.give_back(param)
+        own = own_grad(param)
         return own if own is not None or record.route.scaled else record.kept()
 
     def write(param: Tensor, value: Any) -> None:
         record = link_of(param)
         if record is not None and record.host is not None:
-            record.host.forget(freed=True)
+            record.host.forget()
         if record is None or record.route.scaled:
             set_own_grad(param, value)
             return

@@ -13,7 +13,6 @@ from amp_patch import multi_tensor
 from amp_patch.masters import on_host
 from amp_patch.masters.grad_field import own_grad, plain_gradients, set_own_grad
 from amp_patch.masters.masters import link_of
-from amp_patch.masters.on_host import OnHost
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
@@ -111,7 +110,6 @@ def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside
     batches: dict[torch.device, _Batch] = defaultdict(_Batch)
     is_scaled = isinstance(inverse, Tensor)
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient), if one of the two is sparse
-    to_host: list[tuple[Tensor, Tensor, Tensor, OnHost]] = []  # (param, master, gradient, transport)
     if is_scaled and not aside:
         pairs = list(pairs)
         grads = plain_gradients([param for param, master in pairs if param is master])
@@ -119,12 +117,10 @@ def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside
             pairs = [pair for pair in pairs if pair[0] is not pair[1]]
             if grads:
                 batches[grads[0].device].own = grads
+    pairs = list(pairs)
+    copies, on_cpu = _brought(pairs, inverse) if on_host.used else ({}, inverse)
     for param, master in pairs:
-        grad = own_grad(param)
-        if on_host.used and param is not master and (link := link_of(param)) is not None and link.host is not None:
-            if (grad := link.host.found(grad)) is not None:
-                to_host.append((param, master, grad, link.host))
-            continue
+        grad = copies[param] if param in copies else own_grad(param)
         before = aside.get(param) if aside else None
         if grad is None or (param is master and inverse is None and before is None):
             if before is not None:
@@ -148,49 +144,33 @@ def gather(pairs: Pairs, inverse: Number | None, *, aside: Mapping[Tensor, Aside
                 f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on "
                 f"{master.device}; move the model to its device before initialize()"
             )
-        _enter(param, master, grad, batch, sums)
-    found = {device: batch.run(inverse, device) for device, batch in batches.items()}
-    if to_host:
-        for device, flag in _bring_to_host(to_host, inverse, sums).items():
-            found[device] = torch.maximum(found[device], flag) if device in found else flag
+        if master.requires_grad is not param.requires_grad:  # the parameter was frozen or unfrozen after `initialize`
+            master.requires_grad_(param.requires_grad)
+        total: Tensor | None = master.grad
+        if total is not None and not total.is_sparse and not grad.is_sparse:
+            batch.added.append((grad, total, total))
+        else:
+            master.grad = _fp32_like(param, grad, batch)
+            if total is not None:
+                sums.append((master, total))
+        set_own_grad(param, None)
+    found = {place: batch.run(on_cpu if place.type == "cpu" else inverse, place) for place, batch in batches.items()}
     for master, total in sums:
         new: Any = master.grad
         master.grad = _sum(total, new)
     return found
 
 
-def _enter(param: Tensor, master: Tensor, grad: Tensor, batch: _Batch, sums: list[tuple[Tensor, Tensor]]) -> None:
-    """Enter `grad`, the gradient of `param`, in `batch` or `sums`, and drop it from `param`."""
-    if master.requires_grad is not param.requires_grad:  # the parameter was frozen or unfrozen after `initialize`
-        master.requires_grad_(param.requires_grad)
-    total: Tensor | None = master.grad
-    if total is not None and not total.is_sparse and not grad.is_sparse:
-        batch.added.append((grad, total, total))
-    else:
-        master.grad = _fp32_like(param, grad, batch)
-        if total is not None:
-            sums.append((master, total))
-    set_own_grad(param, None)
-
-
-def _bring_to_host(
-    rows: list[tuple[Tensor, Tensor, Tensor, OnHost]], inverse: Number | None, sums: list[tuple[Tensor, Tensor]]
-) -> FoundInf:
-    """Check the gradients in `rows` on the device; unscale copies of them on the host.
-
-    Waits for the copies once. Returns the overflow flags, as `gather` does.
-    """
-    on_host.arrive_freed(grad for _, _, grad, _ in rows)
-    found = check_finite([grad for _, _, grad, _ in rows], inverse)
-    for _, master, *_ in rows:
-        master.grad  # noqa: B018  # a deferred gradient becomes FP32: its memory is needed, or the sum of both
-    factor = on_host.number(inverse) if isinstance(inverse, Tensor) else inverse
-    batch, copies = _Batch(), [host.fetch(grad) for *_, grad, host in rows]
+def _brought(pairs: Pairs, inverse: Number | None) -> tuple[dict[Tensor, Tensor], Number | None]:
+    """Return ({parameter: copy of the gradient}, `inverse`), on the host where masters are; waits for them once."""
+    copies = {}
+    for param, master in pairs:
+        link = None if param is master else link_of(param)
+        if link is not None and link.host is not None and (grad := on_host.gradient(param, link)) is not None:
+            copies[param] = link.host.fetch(grad)
+    on_cpu: Number | None = on_host.number(inverse) if copies else inverse
     on_host.arrive()
-    for (param, master, *_), copied in zip(rows, copies, strict=True):
-        _enter(param, master, copied, batch, sums)
-    batch.run(factor, torch.device("cpu"))
-    return found
+    return copies, on_cpu
 
 
 @without_grad
@@ -198,6 +178,8 @@ def check_finite(grads: Iterable[Tensor], inverse: Number | None) -> FoundInf:
     """Return the overflow flags of `grads` times `inverse`, as `gather` does; write no gradient. No sync."""
     found: FoundInf = {}
     for device, (tensors,) in by_device((held(grad),) for grad in grads if inverse is not None).items():
+        if device.type == "cpu":  # a copy of one that the device has freed
+            on_host.arrive()
         found[device] = torch.zeros((), dtype=torch.float32, device=device)
         factor = inverse.to(device) if isinstance(inverse, Tensor) else 1.0
         multi_tensor.multi_tensor_check_finite(tensors, found[device], factor)
@@ -260,7 +242,7 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
         sparse = grad.detach().to(torch.float32, copy=True).coalesce()
         batch.own.append(sparse._values())
         return sparse
-    values = _values(param if grad.device == param.device else None, grad)
+    values = _values(param, grad)
     link = link_of(param)
     result = torch.empty_like(values, dtype=torch.float32) if link is None else link.memory.empty_like(values)
     batch.fresh.append((values, result))

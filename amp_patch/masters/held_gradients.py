@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from threading import RLock
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor
 from amp_patch.masters import on_host
-from amp_patch.masters.grad_field import GRAD, drop_gradients, own_grad, set_own_grad, with_gradient
+from amp_patch.masters.grad_field import GRAD, drop_gradients, set_own_grad, with_gradient
 from amp_patch.masters.gradients import Aside, FoundInf, check_finite, gather
 from amp_patch.masters.masters import add_gradients
 from amp_patch.masters.record import Record, multiply
@@ -45,9 +46,9 @@ def can_wait() -> bool:
 def _may_go(param: Tensor, record: Record, grad: Tensor) -> bool:
     """Tell whether a copy of `grad`, the gradient of `param`, may be deferred on the host."""
     master = record.master
-    is_plain = type(grad) is Tensor and grad.layout is torch.strided and not (grad.requires_grad or grad.is_neg())
-    is_alike = is_plain and grad.dtype is param.dtype and grad.stride() == param.stride() == master.stride()
-    return is_alike and GRAD.__get__(master) is None and master.requires_grad is param.requires_grad
+    is_plain = grad.layout is torch.strided and grad.dtype is param.dtype and not grad.requires_grad
+    is_alike = is_plain and grad.stride() == master.stride() and GRAD.__get__(master) is None
+    return is_alike and record.host is not None and master.requires_grad is param.requires_grad
 
 
 class HalfGradients:
@@ -122,18 +123,13 @@ class HalfGradients:
         Returns:
             As `gather`. None, with nothing changed, if the gradients cannot be deferred.
         """
-        hosts = [record.host for record in records if record.host is not None]
-        if self._held or len(hosts) < len(records):
+        pairs = zip(params, records, strict=True)
+        rows = [(p, record, grad) for p, record in pairs if (grad := on_host.gradient(p, record)) is not None]
+        if self._held or not all(starmap(_may_go, rows)):
             return None
-        found: list[Any] = [host.found(own_grad(param)) for host, param in zip(hosts, params, strict=True)]
-        rows = [row for row in zip(params, records, hosts, found, strict=True) if row[3] is not None]
-        if not all(_may_go(param, record, grad) for param, record, _, grad in rows):
-            return None
-        if inverse is not None:
-            on_host.arrive_freed(grad for *_, grad in rows)
         flags = check_finite([grad for *_, grad in rows], inverse)
-        halves = [host.fetch(grad) for _, _, host, grad in rows]
-        self.hold([record for _, record, *_ in rows], halves)
+        halves = [record.host.fetch(grad) for _, record, grad in rows if record.host is not None]
+        self.hold([record for _, record, _ in rows], halves)
         drop_gradients(params)
         if isinstance(inverse, Tensor):
             self.factors.append(on_host.number(inverse))

@@ -298,12 +298,9 @@ def settle(links: LinkList) -> None:
         closed, whole = _parted(links)
         if closed:
             closed_master.drop_joined(master for _, master in closed)
-        weights = whole.params
         if whole.on_host:
-            edited = on_host.fetch_edits(whole.params, whole.records)
-            whole = whole.without({r for r in whole.records if r.host is not None and r not in edited})
-            weights = on_host.twins(whole.params, whole.records)
-        for params, masters in by_device(zip(weights, whole.masters, strict=True)).values():
+            whole = on_host.edited(whole)
+        for params, masters in by_device(zip(whole.params, whole.masters, strict=True)).values():
             multi_tensor.multi_tensor_adopt(params, masters)
         links.versions.save()
 

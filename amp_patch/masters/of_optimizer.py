@@ -36,7 +36,6 @@ class GroupParams:
         low, linked, linked_masters: the parameters of `distinct` with a separate master, their records and masters.
         own: the pairs of `distinct` without a separate master; bare: their low-precision parameters.
         is_sharded: whether any parameter is a DTensor.
-        on_host: whether any master is on the host, and its parameter on a device.
     """
 
     def __init__(self, params: list[Tensor], records: list[Record]) -> None:
@@ -52,7 +51,6 @@ class GroupParams:
         self.linked_masters = [record.master for record in self.linked]
         self.bare = [param for param, _ in self.own if param.dtype in LOW_PRECISION]
         self.is_sharded = any(map(is_dtensor, params))
-        self.on_host = on_host.used and any(record.host is not None for record in self.linked)
 
     def without(self, params: Container[Tensor]) -> GroupParams:
         """Return the same without `params`."""
@@ -72,7 +70,7 @@ class Masters:
         aside: the records whose gradient a body has set aside (`Record.aside`).
         strays: the records of parameters with masters that got gradients from the backward of another optimizer's loss.
         cleared: the number of calls of the optimizer's `zero_grad`.
-        sent_flags: (overflow flag on a device, its copy on the host) of the next step, if masters are on the host.
+        frees: whether gradients of masters on the host leave the device in backward (`gradient_release=True`).
         found_bare: called when the groups hold low-precision parameters without masters for the first time; not copied.
     """
 
@@ -82,8 +80,8 @@ class Masters:
         self.found_bare: Callable[[], None] | None = None
         self.aside: list[Record] = []
         self.strays: list[Record] = []
-        self.sent_flags: list[tuple[Tensor, Tensor]] = []
         self.cleared = 0
+        self.frees = False
         self._route = Route()
         self._params: dict[Record, Tensor] = {}  # the parameters that have separate masters
         self._known = GroupParams([], [])
@@ -176,7 +174,7 @@ class Masters:
         for record in self.links.records:
             record.earlier = record.last = None
             if on_host.used and record.host is not None:
-                record.host.forget(freed=True)  # what an exception has left behind
+                record.host.forget()  # what an exception has left behind
 
     def end_direct(self) -> None:
         """Unscale the gradients that a body's backward has left on the masters themselves; no sync."""
@@ -279,7 +277,7 @@ class Masters:
             As `gather`. None, with nothing changed, if the gradients cannot be deferred.
         """
         waiting = self.waiting
-        if waiting is not None and params.on_host:
+        if waiting is not None and self.links.on_host:
             return waiting.take_to_host(params.low, params.linked, inverse)
         if waiting is None or not params.low or not waiting.take(params.low, params.linked, params.linked_masters):
             return None
@@ -287,16 +285,6 @@ class Masters:
             return {}
         found_inf = waiting.check(inverse)
         return {found_inf.device: found_inf}
-
-    def send_flags(self, flags: list[Tensor]) -> None:
-        """Queue copies of the overflow flags of the next step to the host, behind those of the gradients; no sync."""
-        self.sent_flags = [(flag, on_host.number(flag)) for flag in flags]
-
-    def arrived(self, flags: list[Tensor]) -> list[Tensor]:
-        """Return the flags that `send_flags` has sent, as they are on the host; waits for them. Others stay."""
-        on_host.arrive()
-        sent, self.sent_flags = self.sent_flags, []
-        return [next((copied for known, copied in sent if known is flag), flag) for flag in flags]
 
     def attach(
         self,

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import supported
+from amp_patch.masters.grad_field import own_grad, set_own_grad
 from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.devices import by_device
@@ -49,22 +50,19 @@ class _Copies:
 
         Raises RuntimeError in a capture of a CUDA graph, whose replays would not make the host wait.
         """
-        if device_sync.is_capturing():
-            why = supported.reason("offload", "CUDA graphs")
-            raise RuntimeError(f"scale_loss: a CUDA graph is being captured, and master_device='cpu': {why}")
+        refuse_capture("scale_loss")
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
 
-    def down(self, value: Tensor, to: Tensor) -> Tensor:
-        """Queue a copy of `value` into `to`, on the host; return `to`."""
+    def down(self, value: Tensor, to: Tensor) -> None:
+        """Queue a copy of `value` into `to`, on the host."""
         with self.queue():
             to.copy_(value, non_blocking=True)
         self.sent += 1  # after the copy: a thread that waits now must not miss it
         if self._stream is not None:
             value.record_stream(self._stream)
-        return to
 
     def precede(self) -> None:
         """Let the device's later work wait for the copies; the host does not wait."""
@@ -87,54 +85,65 @@ def arrive() -> None:
         copies.arrive()
 
 
-def arrive_freed(grads: Any) -> None:
-    """Wait if any of `grads` is a copy on the host, of a gradient that the device has freed."""
-    if any(grad.device.type == "cpu" for grad in grads):
-        arrive()
-
-
 def _like(value: Tensor) -> Tensor:
-    """Return memory of the host for a copy of `value`, pinned if that is on CUDA."""
+    """Return memory of the host for a copy of `value`, pinned if that is on CUDA.
+
+    Masters and optimizer state are not pinned: no step copies them, and torch rounds each pinned block up to a power of
+    two, which would take up to twice their memory from the host.
+    """
     with torch.inference_mode(False):  # else no later write outside of that mode would be allowed
         return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
 
 
-def number(value: Tensor) -> Tensor:
-    """Queue a copy of a small tensor to the host, and return it."""
-    return value if value.device.type == "cpu" else _of(value.device).down(value, _like(value))
+def copied(value: Tensor) -> Tensor:
+    """Queue a copy of `value` to the host; return the copy, which `arrive` completes."""
+    _of(value.device).down(value, result := _like(value))
+    return result
+
+
+def number(value: Any) -> Any:
+    """Return a number on the host: `value`, or a copy that `arrive` completes if it is a tensor on a device."""
+    return copied(value) if isinstance(value, Tensor) and value.device.type != "cpu" else value
+
+
+def refuse_capture(where: str) -> None:
+    """Raise RuntimeError in the capture of a CUDA graph, for the function `where` of masters on the host."""
+    if device_sync.is_capturing():
+        why = supported.reason("offload", "CUDA graphs")
+        raise RuntimeError(f"{where}: a CUDA graph is being captured, and master_device='cpu': {why}")
+
+
+def gradient(param: Tensor, record: Any) -> Tensor | None:
+    """Return the gradient of `param`; if it has none, the copy of one that the device has freed."""
+    grad = own_grad(param)
+    return record.host.freed if grad is None and record.host is not None else grad
 
 
 class OnHost:
     """The transport of one parameter whose master is on the host (`Record.host`).
 
     Attributes:
-        frees: whether a gradient leaves the device as soon as it is complete (`gradient_release=True`).
-        hook: the handle of the hook of backward that calls `take_early`.
+        freed: the copy of a gradient that the device has freed in this body (`gradient_release=True`).
     """
 
-    __slots__ = ("_alias", "_early", "_given", "_known", "_layout", "_memory", "_sent", "_twin", "frees", "hook")
+    __slots__ = ("_alias", "_early", "_known", "_sent", "_twin", "freed")
 
     def __init__(self) -> None:
         global used
         used = True
-        self.frees = False
-        self.hook: Any = None
+        self.freed: Tensor | None = None
         self._twin: Tensor | None = None
-        self._layout: Any = None  # of the weight, when the twin was made; the twin of a weight with gaps has none
         self._alias: Tensor | None = None  # `.data` of the weight, whose version counts writes through `.data`
         self._known: Any = None  # what tells a written weight, when twin and weight were alike
         self._sent = 0  # `_Copies.sent` when the twin was last copied to the device
-        self._memory: Tensor | None = None  # of gradients
-        self._given: Any = type(None)  # returns the gradient in `_memory`, or None if nothing holds it
-        self._early: tuple[Any, int, Tensor] | None = None  # (gradient, or nothing if it is freed, its version, copy)
+        self._early: Any = None  # (the gradient that backward has queued, its version, its copy)
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
     def twin(self, param: Tensor) -> Tensor:
         """Return the twin of `param`, to be written; waits for a copy of it under way."""
-        layout = param.dtype, param.shape, param.stride()
-        if self._twin is None or self._layout != layout:
-            self._twin, self._known, self._layout = _like(param), None, layout
+        if self._twin is None or self._twin.dtype is not param.dtype or self._twin.shape != param.shape:
+            self._twin, self._known = _like(param), None
         elif self._sent > _of(param.device).arrived:
             arrive()
         return self._twin
@@ -165,55 +174,45 @@ class OnHost:
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
-    def queue(self, grad: Tensor) -> Tensor:
-        """Queue a copy of `grad` to the host; return the copy, which `arrive` completes."""
-        memory = self._memory
-        alike = memory is not None and memory.dtype is grad.dtype and memory.stride() == grad.stride()
-        if memory is None or not alike or memory.shape != grad.shape or self._given() is not None:
-            memory = self._memory = _like(grad)
-        result = memory.detach()
-        self._given = TensorWeakRef(result)
-        return _of(grad.device).down(grad, result)
-
     @without_grad
-    def take_early(self, grad: Tensor) -> bool:
-        """Queue a copy of a complete gradient during backward; tell whether the device may free the gradient."""
-        if grad.layout is not torch.strided or grad.requires_grad:
+    def take_early(self, grad: Tensor, frees: bool) -> bool:
+        """Queue a copy of a complete gradient during backward; tell whether the device may free the gradient.
+
+        Args:
+            frees: whether gradients leave the device (`gradient_release=True`).
+        """
+        if grad.layout is not torch.strided or grad.requires_grad or self._queued(grad) is not None:
             return False
-        if (freed := self.freed()) is not None:  # a second part of it
+        if self.freed is not None:  # a second part of it
             arrive()
-            grad.add_(freed.to(grad.device))
-            del freed
-        self._early = None
-        self._early = (type(None) if self.frees else TensorWeakRef(grad)), grad._version, self.queue(grad)
-        return self.frees
+            grad.add_(self.freed.to(grad.device))
+        copy = copied(grad)
+        self.freed, self._early = (copy, None) if frees else (None, (TensorWeakRef(grad), grad._version, copy))
+        return frees
 
-    def freed(self) -> Tensor | None:
-        """Return the copy of the gradient that the device has freed in this body; None if there is none."""
-        return self._early[2] if self._early is not None and self._early[0] is type(None) else None
+    def _queued(self, grad: Tensor) -> Tensor | None:
+        """Return the copy of `grad` that backward has queued; None if there is none, or `grad` was written since."""
+        is_it = self._early is not None and self._early[0]() is grad and self._early[1] == grad._version
+        return self._early[2] if is_it else None
 
-    def give_back(self, param: Tensor) -> Tensor | None:
-        """Return a gradient that the device has freed in this body, on the device again; None if there is none."""
-        if (freed := self.freed()) is None:
-            return None
-        arrive()
-        return torch.empty_like(freed, device=param.device).copy_(freed)
+    def give_back(self, param: Tensor) -> None:
+        """Forget the copies, since user code may write the gradient; one that was freed is on the device again."""
+        freed, self.freed, self._early = self.freed, None, None
+        if freed is not None:
+            arrive()
+            set_own_grad(param, torch.empty_like(freed, device=param.device).copy_(freed))
 
-    def found(self, grad: Tensor | None) -> Tensor | None:
-        """Return `grad`, the parameter's gradient; if there is none, the copy of one that the device has freed."""
-        return self.freed() if grad is None else grad
-
-    def forget(self, *, freed: bool = False) -> None:
-        """Forget the early copy, because its gradient may be written now; with `freed`, also of a freed gradient."""
-        if freed or self.freed() is None:
-            self._early = None
+    def forget(self) -> None:
+        """Forget the copies of the gradient."""
+        self.freed = self._early = None
 
     def fetch(self, grad: Tensor) -> Tensor:
-        """Return the copy of `grad`, a result of `found`; it is queued now unless backward has queued it."""
-        early, self._early = self._early, None
-        if early is not None and (early[2] is grad or (early[0]() is grad and grad._version == early[1])):
-            return early[2]
-        return self.queue(grad) if grad.layout is torch.strided else grad.to("cpu")
+        """Return the copy of `grad`, a result of `gradient`; it is queued now unless backward has queued it."""
+        copy = grad if grad is self.freed else self._queued(grad)
+        self.forget()
+        if copy is not None:
+            return copy
+        return copied(grad) if grad.layout is torch.strided else grad.to("cpu")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,25 +225,28 @@ def twins(params: Sequence[Tensor], records: Sequence[Any]) -> list[Tensor]:
 
 
 @without_grad
-def fetch_edits(params: Sequence[Tensor], records: Sequence[Any]) -> set[Any]:
-    """Copy the weights that user code has written to their twins; return their records. Waits if there are any."""
-    pairs = zip(params, records, strict=True)
-    written = [(p, record) for p, record in pairs if record.host is not None and record.host.is_written(p)]
+def edited(links: Any) -> Any:
+    """Return `links` with the twins in place of weights, without the weights that user code has not written.
+
+    Twins get the values of written weights; waits if there are any.
+    """
+    written = [(p, record) for p, record in links if record.host is not None and record.host.is_written(p)]
     for param, record in written:
         _of(param.device).down(param.detach(), record.host.twin(param))
         record.host.save(param)
     if written:
         arrive()
-    return {record for _, record in written}
+    others = [pair for pair in links if pair[1].host is None]
+    return type(links)([(record.host.twin(param), record) for param, record in written] + others)
 
 
 @without_grad
 def send(params: Sequence[Tensor], records: Sequence[Any]) -> None:
     """Copy twins to their weights. The device's later work waits for this, the host does not."""
-    on_devices: Any = [pair for pair in zip(params, records, strict=True) if pair[1].host is not None]
-    groups: Any = by_device(on_devices)
-    for device, (some, theirs) in groups.items():
-        copies, from_twins = _of(device), twins(some, theirs)
+    rows: Any = [(p, r.host.twin(p), r) for p, r in zip(params, records, strict=True) if r.host is not None]
+    groups: Any = by_device(rows)
+    for device, (some, from_twins, theirs) in groups.items():
+        copies = _of(device)
         with copies.queue():
             for param, twin in zip(some, from_twins, strict=True):
                 param.copy_(twin, non_blocking=True)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_patch import supported
+from amp_patch.masters import on_host
 from amp_patch.masters.grad_field import own_grad, set_own_grad
 from amp_patch.masters.on_host import OnHost
 from amp_patch.policy import Policy
@@ -44,31 +45,22 @@ def check(optimizer: Any, policy: Policy) -> None:
 def refuse_capture(optimizer: Any, stash: Stash) -> None:
     """Raise RuntimeError if masters are on the host: a CUDA graph cannot capture their step."""
     if stash.policy.master_device is not None:
-        why = supported.reason("offload", "CUDA graphs")
-        raise RuntimeError(
-            f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and master_device='cpu': {why}"
-        )
+        on_host.refuse_capture(f"{base_class(optimizer).__name__}.step")
 
 
 def enter(optimizer: Any, stash: Stash) -> None:
     """Let backward queue a copy of each complete gradient whose master is on the host, until the training is left."""
     links = stash.masters.links
-    frees = links.on_host and any(record.host is not None and record.host.frees for record in links.records)
     for param, record in links if links.on_host else ():
-        if (host := record.host) is not None:
-            if host.hook is not None:  # of an earlier training, or of this one before `add_param_group`
-                host.hook.remove()
-            host.frees = frees
-            if not param.requires_grad:  # torch takes no hook; the exit copies what it gets when it is unfrozen
-                host.hook = None
-                continue
-            hook = functools.partial(_gradient_is_whole, weakref.ref(optimizer), host)
-            host.hook = param.register_post_accumulate_grad_hook(hook)
-            stash.neighbours.undo.append(host.hook.remove)
+        if record.host is not None and param.requires_grad:  # torch takes no hook of others: the exit copies those
+            hook = functools.partial(_gradient_is_whole, weakref.ref(optimizer), record.host)
+            stash.neighbours.undo.append(param.register_post_accumulate_grad_hook(hook).remove)
 
 
 def _gradient_is_whole(optimizer: weakref.ref[Any], host: OnHost, param: Tensor) -> None:
     stash, grad = stash_of(optimizer()), own_grad(param)
     body = None if stash is None or grad is None or has_other_processes() else stash.neighbours.body()
-    if grad is not None and body is not None and not body.delay_unscale and host.take_early(grad):
+    if stash is None or grad is None or body is None or body.delay_unscale:
+        return
+    if host.take_early(grad, stash.masters.frees):
         set_own_grad(param, None)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.masters import on_host
 from amp_patch.masters.grad_field import with_gradient
 from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
@@ -119,9 +120,9 @@ def culprits(optimizer: Optimizer) -> str:
 
 def read_found(stash: Stash) -> list[LossScaler]:
     """Return the scalers whose losses overflowed since the last step; call `stepped` of all other scalers. Syncs."""
+    if on_host.used:
+        on_host.arrive()
     flags = [found_inf for _, found_inf in stash.found]
-    if stash.masters.sent_flags:
-        flags = stash.masters.arrived(flags)
     if len(flags) > 1:  # one sync for all
         flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
     return overflowed([scaler for scaler, _ in stash.found], list(map(float, flags)))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from amp_patch.masters import clipping
+from amp_patch.masters import clipping, on_host
 from amp_patch.masters.closed_master import Form
 from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.gradients import FoundInf, Groups
@@ -281,6 +281,7 @@ class Stash:
 
     def __getstate__(self) -> dict[str, Any]:
         self.collect_device_skips(wait=True)
+        on_host.arrive()  # for flags in `found`
         owner, siblings = self.owner(), self.neighbours.siblings
         params = [] if owner is None else self.masters.of_groups(owner.param_groups).params
         narrow = [param for param in params if param.dtype in LOW_PRECISION]

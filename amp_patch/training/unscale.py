@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from amp_patch.masters import on_host
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.masters.gradients import Aside, FoundInf, gather
 from amp_patch.masters.gradients import held as values_of
@@ -55,9 +56,9 @@ def unscale(
         found = _unscale(held, pairs, inverse, {} if direct is None else direct)
         if inverse is not None:
             _record(found, held, pairs, scaler)
-            for stash, known in held:
-                if known.on_host:
-                    stash.masters.send_flags([found_inf for _, found_inf in stash.found])
+            for stash, _ in held:
+                if stash.masters.links.on_host:  # copies of the flags, behind those of the gradients
+                    stash.found = [(known, on_host.number(found_inf)) for known, found_inf in stash.found]
     except BaseException:
         drop(pairs)
         for stash in stashes:
@@ -114,6 +115,8 @@ def _record(found: FoundInf, held: Held, pairs: Pairs, scaler: LossScaler) -> No
     for group in {stash.neighbours.siblings.process_group for stash, _ in held}:
         if group is not None:
             torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
+    if on_host.used and any(stash.found for stash, _ in held):
+        on_host.arrive()
     # A loss that overflows twice before one step skips that step once, so only its first overflow moves the scale.
     earlier = [f.to(overall.device) for stash, _ in held for s, f in stash.found if s is scaler]
     for stash, known in held:

@@ -15,7 +15,7 @@ from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
 
 Group = dict[str, Any]
-SENT_TOGETHER = 2**22  # elements, 8 MB of weights
+SENT_TOGETHER = 16  # masters on the host: weights of so many parameters go to the device while the next are stepped
 
 
 class NotKnown(Exception):
@@ -62,14 +62,3 @@ class Batch:
     def averages(self, optimizer: FusedAdam, name: str) -> list[Tensor]:
         """Return the state tensor `name` of each master in a FusedAdam; a missing one is created as zeros."""
         return optimizer.averages(self.masters, name)
-
-
-def parts(grads: list[Tensor]) -> list[slice]:
-    """Return the parts of a group whose weights are sent to the device while the kernel steps the next part."""
-    ends, size = [0], 0
-    for index, grad in enumerate(grads, 1):
-        size += grad.numel()
-        if size >= SENT_TOGETHER or index == len(grads):
-            ends.append(index)
-            size = 0
-    return list(map(slice, ends, ends[1:]))

@@ -117,17 +117,14 @@ def _supersede(targets: Sequence[Any]) -> None:
 def enter(targets: Sequence[Any], wanted: bool) -> None:
     """End earlier releases of the parameters of `targets`. If `wanted`, register hooks that step them in backward."""
     _supersede(targets)
-    for optimizer in targets:
-        for record in known_stash(optimizer).masters.links.records:
-            if record.host is not None:
-                record.host.frees = wanted
     if not wanted or not targets:
         return
     clipping.install()
     if _refuse_clipping not in clipping.before_clipping:
         clipping.before_clipping.append(_refuse_clipping)
     for optimizer in targets:
-        if known_stash(optimizer).masters.links.on_host:  # they step on the host, when all are there
+        if (masters := known_stash(optimizer).masters).links.on_host:  # they step on the host, when all are there
+            masters.frees = True
             continue
         release = _Release(optimizer)
         around = known_stash(optimizer).neighbours

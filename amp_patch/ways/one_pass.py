@@ -41,7 +41,7 @@ from amp_patch.support.patches import is_untouched
 from amp_patch.training.joints import Strategy
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import WHOLE, Plain, Step
-from amp_patch.ways.batch import Batch, Group, NotKnown, parts
+from amp_patch.ways.batch import SENT_TOGETHER, Batch, Group, NotKnown
 from amp_patch.ways.partial_step import PartialStep
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,9 +277,8 @@ class InOnePass(Strategy):
     def run(self, step: Step, plain: Plain) -> None:
         optimizer = step.optimizer
         if step.links.params:
-            publish_written(step.links)
-            if step.links.on_host:
-                settle(step.links)  # also of masters that get no gradient, or are stepped by torch
+            sync = settle if step.links.on_host else publish_written  # counters tell which weights were written
+            sync(step.links)
         try:
             batches = _batches(optimizer, step.stash, self.batch)
         except NotKnown:
@@ -371,15 +370,18 @@ def _batches(optimizer: Any, stash: Stash, kind: type[Batch]) -> list[Batch]:
             on_host.arrive()
         add_gradients(stash.masters.links.masters)
     factors = [] if waiting is None else waiting.factors
+    apart = stash.masters.links.on_host
     held, made, start = stash.masters.of_some(optimizer.param_groups), list[Batch](), 0
     for group in optimizer.param_groups:
         end = start + len(group["params"])
         params, records = held.params[start:end], held.records[start:end]
         start = end
-        weights = on_host.twins(params, records) if held.on_host else params
+        weights = on_host.twins(params, records) if apart else params
         grads = [record.half for record in records if record.half is not None]
         if grads and len(grads) == len(records):  # the usual case
-            for part in parts(grads) if held.on_host else [slice(0, len(grads))]:
+            size = SENT_TOGETHER if apart else len(grads)
+            for first in range(0, len(grads), size):
+                part = slice(first, first + size)
                 lists = group["params"][part], grads[part], weights[part], records[part]
                 made += _by_age(optimizer, kind(group, factors, *lists))
             continue
