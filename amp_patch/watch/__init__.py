@@ -2,7 +2,7 @@
 
 Files, the first one to read first:
 
-- `left_out.py`: warnings about cast weights that no optimizer of `initialize` holds
+- `left_out.py`: a warning about optimizers that step cast weights and were not given to `initialize`
 - `averages.py`: the search for averages and copies of trained modules inside of a model
 - `first_inputs.py`: checks of the inputs of a cast model's first calls: an error or a warning for inputs that the
   cast would ruin

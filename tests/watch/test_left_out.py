@@ -1,18 +1,12 @@
-"""Cast weights that no optimizer of `initialize` holds: a warning names other code that steps or averages them."""
+"""Cast weights that no optimizer of `initialize` holds: a warning names other optimizers that step them."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICES
-from crossed import crossed
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from training import backward
 
@@ -136,133 +130,6 @@ def test_torch_has_the_hook_only_while_there_are_such_weights():
     assert hooks() == before
     restored = network()
     plain_steps(restored, sgd(restored))
-
-
-# --- averages ---------------------------------------------------------------------------------------------------------
-
-
-class Task(nn.Module):
-    """Holds the average of its network, as timm's train.py does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-        self.ema = nn.ModuleDict({"module": copy.deepcopy(self.net).requires_grad_(False)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.ema.parameters(), self.net.parameters(), strict=True))
-
-
-def in_place(task: Task) -> None:
-    with torch.no_grad():
-        for average, weight in task.pairs():
-            average.mul_(0.99).add_(weight, alpha=0.01)
-
-
-def by_data(task: Task) -> None:
-    for average, weight in task.pairs():
-        average.data = average.data * 0.99 + weight.data.to(average.dtype) * 0.01
-
-
-def by_state_dict(task: Task) -> None:
-    averages, weights = task.ema["module"].state_dict(), task.net.state_dict()
-    for name, average in averages.items():
-        average.lerp_(weights[name].to(average.dtype), 0.01)
-
-
-WAYS: dict[str, Callable[[Task], None]] = {"in place": in_place, "data": by_data, "state dict": by_state_dict}
-
-
-def train(task: Task, optimizers: list[Any], update: Callable[[Task], Any], steps: int = 5, bodies: int = 1) -> None:
-    for _ in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for _ in range(bodies):
-            with amp.scale_loss(task(X).square().mean(), optimizers) as loss:
-                loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        update(task)
-
-
-def start(level: str, split: bool = False, **options: Any) -> tuple[Task, list[Any]]:
-    task = Task()
-    optimizers = [sgd(part) for part in ((task.net[0], task.net[2]) if split else (task.net,))]
-    task, optimizers = amp.initialize(task, optimizers, opt_level=level, loss_scale=1.0, verbosity=0, **options)
-    return task, optimizers
-
-
-@crossed(
-    {"level": ["O2", "O3", "O5"], "way": list(WAYS), "bodies": [1, 2]},
-    pytest.mark.parametrize("split", [False, True], ids=["one optimizer", "two"]),
-)
-def test_an_average_inside_a_cast_model_is_warned_of_once_and_named(level, way, bodies, split):
-    task, optimizers = start(level, split)
-    words = r"^initialize: the weights of \['ema.module'\] are torch\.\w+16, .*keep_fp32=\['ema.module'\]\)"
-    with pytest.warns(UserWarning, match=words) as found:
-        train(task, optimizers, WAYS[way], bodies=bodies)
-    assert [each.filename for each in found] == [__file__]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", CAST)
-def test_an_average_that_keep_fp32_names_as_the_warning_does_is_fp32_and_moves(level, way):
-    task, optimizers = start(level, keep_fp32=["ema.module"])
-    expected = [average.clone() for average in task.ema.parameters()]
-
-    def update(task: Task) -> None:
-        WAYS[way](task)
-        for value, (_, weight) in zip(expected, task.pairs(), strict=True):
-            value.mul_(0.99).add_(weight.detach().float(), alpha=0.01)
-
-    train(task, optimizers, update)
-    for (average, _), value in zip(task.pairs(), expected, strict=True):
-        torch.testing.assert_close(average, value)
-
-
-def load(task: Task) -> None:
-    task.ema.load_state_dict(task.ema.state_dict())
-
-
-ONCE: dict[str, Callable[[int, Task], None]] = {
-    "never": lambda step, task: None,
-    "a load before the first step and after the third": lambda step, task: load(task) if step in (0, 3) else None,
-    "swapped in and out between two steps": lambda step, task: (load(task), load(task))[0] if step == 2 else None,
-}
-
-
-@pytest.mark.parametrize("when", ONCE)
-@pytest.mark.parametrize("level", CAST)
-def test_frozen_weights_that_are_loaded_now_and_then_are_not_warned_of(level, when):
-    task, optimizers = start(level)
-    count = iter(range(1, 9))
-    ONCE[when](0, task)
-    train(task, optimizers, lambda task: ONCE[when](next(count), task), steps=6)
-
-
-@pytest.mark.parametrize("level", CAST)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_frozen_tower_that_is_written_before_each_step_and_has_other_shapes_is_not_warned_of(level, device):
-    task = Task().to(device)
-    task.ema = nn.ModuleDict({"module": nn.Linear(5, 5).to(device).requires_grad_(False)})
-    task, optimizer = amp.initialize(task, sgd(task.net), opt_level=level, loss_scale=1.0, verbosity=0)
-    for _ in range(5):
-        optimizer.zero_grad()
-        backward(task(X.to(device)).square().mean(), optimizer)
-        optimizer.step()
-        load(task)
-
-
-def test_a_frozen_tower_is_freed_while_its_optimizer_is_there():
-    task, optimizers = start("O2")
-    weight = weakref.ref(task.ema["module"][0].weight)
-    del task.ema
-    gc.collect()
-    assert weight() is None
-    train(task, optimizers, lambda task: None)
 
 
 @pytest.mark.parametrize("level", CAST)
