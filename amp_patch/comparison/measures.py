@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from amp_patch.diagnose.recording.run import LOW_TYPES, Look, Run
+from amp_patch.diagnose.recording.run import LOW_TYPES, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
@@ -98,7 +98,7 @@ def warm(values: Sequence[T]) -> Sequence[T]:
 
 
 def step_times(run: Run, by_cpu_time: bool = False) -> list[float]:
-    """Return the seconds of each step of the run, without the steps that warm up and inspected ones (NaN).
+    """Return the seconds of each step of the run, without the steps that warm up and measured ones (NaN).
 
     With `by_cpu_time` they are the CPU seconds of the process.
 
@@ -196,18 +196,6 @@ def loss_step(runs: Sequence[Run], loss: float) -> float:
 def held_bytes(run: Run) -> int:
     """Return the bytes of weights, masters, gradients and the optimizer's state."""
     return run.weights + run.masters + run.gradients + run.state
-
-
-def errors(looks: Iterable[Look]) -> dict[str, float]:
-    """Return {name of a module: its largest relative error in the inspected steps `looks`}, the worst first.
-
-    An error of NaN counts as infinite. Modules whose error is 0 are left out.
-    """
-    worst: dict[str, float] = {}
-    for look in looks:
-        for name, error in look.errors.items():
-            worst[name] = max(worst.get(name, 0.0), math.inf if math.isnan(error) else error)
-    return {name: error for name, error in sorted(worst.items(), key=lambda item: (-item[1], item[0])) if error}
 
 
 def memory_bytes(run: Run) -> int | None:

@@ -70,7 +70,6 @@ def compare(
     dtype: torch.dtype | None = None,
     metric: str | None = None,
     maximize: bool = False,
-    inspect: bool = False,
     goal: str = SPEED,
     min_gain: float = 100 * MIN_GAIN,
     margin: float = 100 * MARGIN,
@@ -105,7 +104,6 @@ def compare(
         metric: the figure that is compared: "loss" of the training, or a name given to `amp.log`. Default: the number
             of `evaluate`, or else "loss".
         maximize: whether more of the metric is better.
-        inspect: look at exponents, overflows and errors with `amp.inspect`.
         goal: "speed" or "memory": recommend the fastest, or the smallest, of the levels that are as good.
         min_gain: recommend a level for its memory only if it saves more than this, in per cent of the training's.
         margin: a level counts as good if it is worse by at most this at the same seeds, in per cent of O0's result.
@@ -121,7 +119,7 @@ def compare(
     if isinstance(levels, str):
         raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
     asked = levels_for(goal, named, False) if levels is None else tuple(levels)
-    plan = Plan(asked, seeds, steps, named, metric or "loss", maximize, inspect, min_gain, margin, goal=goal)
+    plan = Plan(asked, seeds, steps, named, metric or "loss", maximize, min_gain, margin, goal=goal)
     load, first = OtherWork(), FirstBatch()
     job = _Job(build_fn, plan, evaluate, levels is None, metric is None, first)
     runs = _train_all(job, verbosity, load)
@@ -307,7 +305,7 @@ def _train_all(
 def _train_once(job: _Job, run: Run, known: list[weakref.ref[nn.Module]]) -> None:
     """Train once, and record it in `run`. An error becomes `run.error`; KeyboardInterrupt and `_Misuse` propagate."""
     asked, error = Run(run.level, run.seed), None
-    recorder = Recorder([run], stop_after=job.plan.steps, inspect=job.plan.inspect)
+    recorder = Recorder([run], stop_after=job.plan.steps)
     try:
         job.train(asked, known, recorder)
     except _Misuse as misuse:

@@ -61,7 +61,6 @@ class Plan:
         maximize: whether more of the metric is better.
         min_gain: the memory that a level must save to be recommended for its memory, in per cent of the baseline's.
         margin: a level counts as good if it is worse by at most this, in per cent of O0's result.
-        inspect: whether to look at exponents and errors with `amp.inspect`.
         keep: the modules that a module search keeps: in BF16 at levels with FP8 or FP4 products, in FP32 at others.
             None if this is no module search.
         goal: SPEED, or MEMORY for the smallest of the levels that are as good.
@@ -73,7 +72,6 @@ class Plan:
     dtype: str | None = None
     metric: str = "loss"
     maximize: bool = False
-    inspect: bool = False
     min_gain: float = 100 * MIN_GAIN
     margin: float = 100 * MARGIN
     keep: tuple[str, ...] | None = None
@@ -171,7 +169,7 @@ def newest_figures(run: Run) -> tuple[str, str]:
     """Return (latest loss, median milliseconds of the last 20 steps) as texts; "" for an unknown figure."""
     if not run.steps:
         return "", ""
-    times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: an inspected step
+    times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: a measured step
     return figure(run.loss[-1]), short(1000 * statistics.median(times)) if times else ""
 
 

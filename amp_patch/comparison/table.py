@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from amp_patch.comparison import headline, measures, named_lines
+from amp_patch.comparison import headline, named_lines
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.measures import LOSS
@@ -15,7 +15,6 @@ from amp_patch.diagnose.text_table import in_columns
 
 _WIDTH = 80
 _HEADING = 14  # letters in a line of a heading
-_MODULES = 3  # the worst modules of each level
 # "bold", or the state of a level -> the number of ECMA-48: bold, green, red, yellow.
 _COLOURS = {"bold": 1, "best": 32, "bad": 31, "unsure": 33}
 
@@ -23,16 +22,18 @@ _COLOURS = {"bold": 1, "best": 32, "bad": 31, "unsure": 33}
 def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     """Return lines of at most 80 columns; with `colours`, they have escape codes for a terminal.
 
-    The order is: the recommendation, four figures and a few words for each level, the reasons against levels, the worst
-    modules of `amp.inspect`, the machine, lines that break a level, and notes. The page and `report.json` have every
-    other figure.
+    The order is: the recommendation, four figures and a few words for each level, the reasons against levels, the
+    machine, lines that break a level, and notes. The page and `report.json` have every other figure.
     """
     if not any(level.runs for level in comparison.levels):
         return [_coloured(comparison.summary, "bold", colours)]  # not wrapped: a path in it can be copied
     parts = [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
     parts += [_overview(comparison, colours), _reasons(comparison, colours), _wrapped(comparison.agreement)]
-    parts += [_looks(comparison), _machine(comparison)]
-    parts += [_edits(comparison), [line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
+    parts += [
+        _machine(comparison),
+        _edits(comparison),
+        [line for note in comparison.notes for line in _wrapped(f"Note: {note}.")],
+    ]
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
@@ -88,38 +89,6 @@ def _machine(comparison: Comparison) -> list[str]:
     said = {"threads": "threads", **({"tensor_cores": "tensor cores"} if comparison.on_gpu else of_cpu)}
     words += [f"{name}: {machine[key]}" for key, name in said.items() if key in machine]
     return _wrapped("; ".join(words) + ".") if words else []
-
-
-def _looks(comparison: Comparison) -> list[str]:
-    """Return lines on the inspected levels: the worst modules, the shares of gradients that FP16 loses, advice."""
-    said: dict[str, list[str]] = {}  # a line -> its levels
-    for level in comparison.levels:
-        looks = [look for run in level.all_runs for look in run.looks]
-        errors = measures.errors(looks)
-        flushed: dict[str, list[float]] = {}
-        for look in looks:
-            for name, shares in look.flushed.items():
-                module = name.rpartition(".")[0]
-                flushed[module] = list(map(max, flushed.get(module, shares), shares))
-        badness = {name: (errors.get(name, 0.0), *flushed.get(name, [0.0])) for name in {**errors, **flushed}}
-        worst = sorted(badness, key=lambda name: badness[name], reverse=True)[:_MODULES]
-        found = [_of_module(name, errors, flushed) for name in worst if any(badness[name])]
-        found += [str(look.not_finite) for run in level.all_runs for look in run.overflows][:1]
-        keep = [*dict.fromkeys(name for run in level.all_runs for name in run.keep_fp32)]
-        if keep and level.dtype is not None:
-            found.append(f"keep_fp32={keep} would keep the worst modules in FP32")
-        for line in found:
-            said.setdefault(line, []).append(level.name)
-    return [line for text, names in said.items() for line in _wrapped(f"{', '.join(names)}: {text}.")]
-
-
-def _of_module(name: str, errors: dict[str, float], flushed: dict[str, list[float]]) -> str:
-    words = [f"off from FP32 by {wording.two(errors[name])}"] if name in errors else []
-    if any(flushed.get(name, [])):
-        scales = ("the scale", "scale 1", "the best")
-        shares = [f"{wording.percent(share)} at {at}" for share, at in zip(flushed[name], scales, strict=True)]
-        words.append(f"FP16 flushes of its gradients {', '.join(shares)}")
-    return f"{name or '(itself)'}: {'; '.join(words)}"
 
 
 def _wrapped(text: str, width: int = _WIDTH) -> list[str]:

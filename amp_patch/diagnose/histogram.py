@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,21 +76,6 @@ class Histogram:
             counts = one.new_zeros(_SLOTS).scatter_add_(0, slots.long(), one.expand(slots.shape))
         self.slot_counts = counts if self.slot_counts is None else self.slot_counts + counts.to(self.slot_counts.device)
         self._known = None
-
-    @classmethod
-    def merged(cls, several: Iterable[Histogram]) -> Histogram:
-        """Return the sum of several histograms, on the device of the first non-empty one. Does not sync."""
-        merged = cls()
-        for counts in (each.slot_counts for each in several if each.slot_counts is not None):
-            known = merged.slot_counts
-            merged.slot_counts = counts if known is None else known + counts.to(known.device)
-        return merged
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON: {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}. Syncs once."""
-        zeros, slots, not_finite = self._read()
-        exponents = {str(exponent): sum(three) for exponent, three in slots.items()}
-        return {"zeros": zeros, "not_finite": not_finite, "exponents": exponents}
 
     def _read(self) -> tuple[int, dict[int, list[int]], int]:
         """Read the counts from the device. Syncs once.

@@ -6,13 +6,12 @@ import math
 import re
 import runpy
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from compared_runs import made_up_look, made_up_run
+from compared_runs import made_up_run
 from paths import BENCHMARKS, ROOT
 
 from amp_patch.comparison import drawing, losses, page
@@ -59,14 +58,13 @@ class Tree(HTMLParser):
 
 @pytest.fixture(scope="module")
 def full() -> tuple[Comparison, Tree, str]:
-    """Return a comparison whose levels scale, were inspected, diverged and failed, with its page."""
+    """Return a comparison whose levels scale, diverged and failed, with its page."""
     runs = [
         made_up_run(level, seed, dtype=None if level == "O0" else "float16", final=1 + seed / 8)
         for level in ("O0", "O1", "O2", "O3")
         for seed in (0, 1)
     ]
     runs[7].loss[30:] = [math.nan] * 10
-    runs[4].looks = [replace(made_up_look(), not_finite="forward of pow in last, step 1")]
     runs.append(Run("O4", 0, dtype="bfloat16", error="ValueError: this does not work"))
     given = Comparison("train.py", runs, machine=MACHINE)
     text = page.html(given)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compared_runs import compare, judge, logs, made_up_look, made_up_run, seeds
+from compared_runs import compare, judge, logs, made_up_run, seeds
 
 from amp_patch.comparison import headline
 from amp_patch.comparison.comparison import Comparison
@@ -189,7 +189,7 @@ def test_numbers_show_as_many_digits_as_distinguish_them():
 
 
 def test_a_comparison_is_restored_from_its_json():
-    base, level = seeds("O0", 1.0, 1.25), seeds("O2", 1.0, 1.25, ms=5, looks=[made_up_look()])
+    base, level = seeds("O0", 1.0, 1.25), seeds("O2", 1.0, 1.25, ms=5)
     level[1].loss[-1] = math.nan
     made = compare(base, level, [Run("O3", 0, error="boom")], maximize=True, asked_steps=50, machine={"torch": "2.13"})
     told = loads(dumps(made.to_dict()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -48,23 +47,6 @@ def test_counts_add_up_over_tensors_of_any_shape():
     for values in (torch.ones(2, 3), torch.ones(()), torch.empty(0), torch.full((2, 2), 4.0).t()):
         counted.add(values)
     assert counted.counts == {0: 7, 2: 4}
-
-
-def test_merged_histograms_add_up_and_leave_their_parts_unchanged():
-    one, other = histogram([0.0, 1.0, math.nan]), histogram([1.0, 0.25])
-    merged = Histogram.merged(iter([Histogram(), one, other]))
-    assert merged.to_dict() == {"zeros": 1, "not_finite": 1, "exponents": {"-2": 1, "0": 2}}
-    merged.add(torch.ones(3))
-    assert merged.counts == {-2: 1, 0: 5}
-    assert (one.counts, other.counts) == ({0: 1}, {-2: 1, 0: 1})
-    assert Histogram.merged([]).to_dict() == {"zeros": 0, "not_finite": 0, "exponents": {}}
-
-
-def test_the_dictionary_of_a_histogram_is_json_sorted_by_exponent():
-    found = histogram([8.0, 2.0**-24, 0.5, 0.0, math.inf]).to_dict()
-    assert json.loads(json.dumps(found)) == found
-    assert list(found["exponents"].items()) == [("-24", 1), ("-1", 1), ("3", 1)]
-    assert (found["zeros"], found["not_finite"]) == (1, 1)
 
 
 def test_a_histogram_prints_its_range_and_counts():

@@ -12,7 +12,7 @@ from paths import ROOT
 from amp_patch.comparison.commands.compare_arguments import add_arguments, split
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.finding import Verdict
-from amp_patch.diagnose.recording.run import PARTS, Look, Run
+from amp_patch.diagnose.recording.run import PARTS, Run
 
 
 def made_up_run(
@@ -42,23 +42,6 @@ def made_up_run(
     for name, value in fields.items():
         setattr(run, name, value)
     return run
-
-
-def made_up_look(step: int = 1) -> Look:
-    """Return an inspection of gradients from 2**-30 to 2**-6; FP16 loses a quarter of them at scale 1."""
-    exponents = {str(e): 100 for e in range(-30, -5)}
-    counts = {"zeros": 10, "not_finite": 0, "exponents": exponents}
-    return Look(
-        step,
-        scale=65536.0,
-        best_scale=2.0**21,
-        counts=dict.fromkeys(("weights", "activations", "gradients", "activation_gradients"), counts),
-        flushed={"first.weight": [0.0, 0.25, 0.0], "last.weight": [0.1, 0.6, 0.0]},
-        overflowed={"first.weight": [0.0, 0.0, 0.0], "last.weight": [0.0, 0.0, 0.0]},
-        errors={"first": 1e-3, "last": 0.2},
-        not_finite=None,
-        keep_fp32=["last"],
-    )
 
 
 def seeds(level: str, *finals: float, **fields) -> list[Run]:

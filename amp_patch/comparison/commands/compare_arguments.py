@@ -16,7 +16,7 @@ from amp_patch.policy import OPT_LEVELS
 from amp_patch.run import no_cuda
 from amp_patch.run.run import add_cast_arguments, notebook_advice
 
-_OF_PLAN = ("steps", "dtype", "metric", "maximize", "inspect", "min_gain", "margin")
+_OF_PLAN = ("steps", "dtype", "metric", "maximize", "min_gain", "margin")
 _OF_ONE_CALL = ("out", "levels", "seeds", "quick", "resume", "module", "script", "arguments", "baseline")
 _EPILOG = """
 The script is not changed. AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides its arguments of
@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the levels as good as O0, recommend the fastest (speed, the default), or the smallest (memory), with "
         f"{' and '.join(SMALL)} among them; a script with BF16 weights gets these in any case",
     )
-    add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
     batch_search.add_arguments(parser)
     compare_baseline.add_arguments(parser)
     add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")

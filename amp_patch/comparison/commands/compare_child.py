@@ -237,7 +237,6 @@ def _command(
     recorded = {
         "path": str(record),
         "steps": plan.steps,
-        "inspect": plan.inspect and not native,
         "shift": shift,
         "native": native,
         "batch_dim": args.batch_dim or 0,

@@ -26,7 +26,6 @@ def recorded(
     path: str,
     *,
     steps: int | None,
-    inspect: bool,
     shift: bool,
     native: bool = False,
     batch_dim: int = 0,
@@ -43,7 +42,6 @@ def recorded(
             recorder = Recorder(
                 [JsonLines(path), run],
                 stop_after=steps,
-                inspect=inspect,
                 batch_dim=batch_dim,
                 modules=modules,
             )

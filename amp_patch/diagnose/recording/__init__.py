@@ -1,8 +1,7 @@
 """Recordings of trainings: `record`, `log`, and their files and tables.
 
 Words of this package: an *event* is a dict, one line of JSON in a file. A *sink* receives events. A *body* is the block
-of one `scale_loss`. A *look* inspects one step, or counts the bytes that autograd saves in it. *Samples* are counted in
-the model's first input tensor.
+of one `scale_loss`. *Samples* are counted in the model's first input tensor.
 
 Files:
 
@@ -10,8 +9,6 @@ Files:
 - `run.py`: the figures of a recording, built from events
 - `step.py`: one step
 - `step_clock.py`: which part of a step runs, and its time
-- `single_steps.py`: steps that are inspected or measured
-- `inspected_step.py`: `inspect` for one step of the user's loop
 - `activations.py`: the bytes that autograd saves in one step
 - `sampled_updates.py`: lost updates, in sampled steps
 - `scaler_losses.py`: losses that a GradScaler has scaled

@@ -24,6 +24,7 @@ from amp_patch.casts.upcast import AsItIs
 from amp_patch.diagnose.recording.run import Event
 from amp_patch.support import distributed, tree
 from amp_patch.support.blocks import unlike_users
+from amp_patch.support.compiled import eager_only
 from amp_patch.support.patches import Patches
 
 _torch: Any = torch._C._autograd
@@ -124,6 +125,7 @@ class WeighedStep:
         with suppress(RuntimeError):  # a container that holds itself
             self._bytes.leave_out(tensor for tensor in tree.tensors((args, kwargs)) if tensor.grad_fn is None)
 
+    @eager_only
     def leave(self) -> Event:
         """End the count, and return the "memory" event."""
         whole = self._whole

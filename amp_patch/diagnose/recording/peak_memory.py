@@ -15,30 +15,17 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """A measurement of the peak memory from construction on, except between `pause` and `resume`."""
+    """A measurement of the peak memory from construction on."""
 
     def __init__(self) -> None:
         self._resident = _status("VmRSS")
         self._before = _largest_ever()
-        self._banked: dict[str, int] = {}  # kind of device -> the peak before the last pause or reset
-        self._paused = False
+        self._banked: dict[str, int] = {}  # kind of device -> the peak before the last reset
         _reset()
         _measuring.add(self)
 
-    def pause(self) -> None:
-        """Exclude the memory that is in use until `resume` from the peak."""
-        self.bank()
-        self._paused = True
-
-    def resume(self) -> None:
-        """Continue the measurement. The peak before `pause` is kept."""
-        _reset()
-        self._paused = False
-
     def bank(self) -> None:
         """Store the peak until now. Without this, it is lost if user code resets the allocator's peak."""
-        if self._paused:
-            return
         for kind in ("cpu", "cuda"):
             if (peak := self._since_reset(kind)) is not None:
                 self._banked[kind] = max(peak, self._banked.get(kind, 0))

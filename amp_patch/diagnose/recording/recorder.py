@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.diagnose.recording.activations import WeighedStep
 from amp_patch.diagnose.recording.forward_hooks import ForwardHooks
 from amp_patch.diagnose.recording.module_names import module_names
 from amp_patch.diagnose.recording.outbox import Outbox, UnreadEvent
@@ -25,7 +26,6 @@ from amp_patch.diagnose.recording.peak_memory import PeakMemory
 from amp_patch.diagnose.recording.run import NATIVE, Event, Run
 from amp_patch.diagnose.recording.sampled_updates import SampledUpdates
 from amp_patch.diagnose.recording.scaler_losses import ScalerLosses, body_of
-from amp_patch.diagnose.recording.single_steps import SingleSteps
 from amp_patch.diagnose.recording.sinks import Sink, sinks_for
 from amp_patch.diagnose.recording.sizes import Sizes, alive
 from amp_patch.diagnose.recording.step import Body, first_tensor, sample, single_value, sizes_of
@@ -50,7 +50,7 @@ class Enough(SystemExit):
 
 
 @contextmanager
-def record(to: Any = None, *, inspect: bool = False, activations: bool = False) -> Iterator[Run]:
+def record(to: Any = None, *, activations: bool = False) -> Iterator[Run]:
     """Record the training that runs in the block::
 
         with amp.record("curves.jsonl") as run:
@@ -66,7 +66,6 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
     Args:
         to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or another object with
             `add_scalar(tag, value, step)`; None for the `Run` alone.
-        inspect: also look, as `amp.inspect` does, at the step after 1, 10, 100, ... steps, whose times are then NaN.
         activations: count the bytes that the third step saves for its backward; see `Run.activations`. Its times are
             then NaN.
 
@@ -78,7 +77,7 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
         OSError: the file cannot be opened.
     """
     run = Run(level="")
-    recorder = Recorder([run, *sinks_for(to)], inspect=inspect, activations=activations)
+    recorder = Recorder([run, *sinks_for(to)], activations=activations)
     try:
         with recorder:
             yield run
@@ -127,8 +126,7 @@ class Recorder(observers.Observer):
     Args:
         sinks: objects with `add(event)`, and optionally `flush` and `close` (called by the recorder's `close`).
         stop_after: leave the training after this number of steps, by raising `Enough` out of `optimizer.step()`.
-        inspect: emit a "look" event of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
-        activations: emit a "memory" event of the third step, or of the last of fewer; its times are NaN too.
+        activations: emit a "memory" event of the third step, or of the last of fewer; its times are NaN.
         batch_dim: the dimension of the model's first tensor that counts the samples.
         modules: emit a "modules" event with the names of the modules of each training's models.
 
@@ -145,7 +143,6 @@ class Recorder(observers.Observer):
         sinks: Sequence[Any],
         *,
         stop_after: int | None = None,
-        inspect: bool = False,
         activations: bool = True,
         batch_dim: int = 0,
         modules: bool = False,
@@ -157,7 +154,6 @@ class Recorder(observers.Observer):
         self.process = os.getpid()
         self._outbox = Outbox(list[Sink](sinks))
         self._stop_after = stop_after
-        self._inspect = inspect
         self._batch_dim = batch_dim
         self._tells_modules = modules
         self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
@@ -173,7 +169,7 @@ class Recorder(observers.Observer):
         self._start: list[Tensor | float] = []  # weights and inputs of the first forward
         self._measure_after = 1
         self._ended = False
-        self._looks = SingleSteps(self._inspect, self._weigh_after, self._outbox.put)
+        self._weighed: WeighedStep | None = None  # the step that runs, if the bytes that it saves are counted
         self._updates = SampledUpdates()
         self._peak = PeakMemory()
         self._clock = StepClock()
@@ -199,7 +195,8 @@ class Recorder(observers.Observer):
     def _end(self) -> None:
         """Queue the "end" event, with the sizes and the peak memory."""
         self._ended = True
-        self._looks.abandon()
+        if self._weighed is not None:
+            self._weighed.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
         sizes = {**self._sizes.bytes, "unfinished": self.is_in_a_step, "forwards": self.forwards}
@@ -277,7 +274,8 @@ class Recorder(observers.Observer):
         if self.forwards == 1:
             self._note_start(args, kwargs)
         if self._clock.forward_begins(model):
-            self._looks.forward_begins(args, kwargs)
+            if self._weighed is not None:
+                self._weighed.leave_out_inputs(args, kwargs)
             # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
             sizes = sizes_of(args, kwargs)
             known = -len(sizes) <= self._batch_dim < len(sizes)
@@ -393,10 +391,10 @@ class Recorder(observers.Observer):
         self.steps += 1
         if skipped is None:
             skipped = questions.last_skip(optimizer)
-        was_looked_at = self._looks.is_looking()
-        self._outbox.put_unread(step.unread_event(optimizer, skipped, was_looked_at))
-        if was_looked_at:
-            self._looks.end()
+        weighed, self._weighed = self._weighed, None
+        self._outbox.put_unread(step.unread_event(optimizer, skipped, weighed is not None))
+        if weighed is not None:
+            self._outbox.put(weighed.leave())
         for event in self._updates.step_ended(optimizer, self.steps):
             self._outbox.put_unread(event)
         if self.steps == self._measure_after:  # at the end of the recording the models may be freed
@@ -404,13 +402,8 @@ class Recorder(observers.Observer):
             self._sizes.measure()
         if self._outbox.is_due():
             self._flush()
-        is_trained = questions.policy_of(optimizer) is not None
-        if is_trained and not self.has_enough and self._looks.wants_inspection(self.steps):
-            own = questions.models_of(optimizer)
-            if models := own or [m for training in self._adopted for m in alive(training.models)]:
-                self._looks.inspect(models[0], optimizer, self.steps, self._peak)
-        else:
-            self._looks.weigh(self._sizes.at_rest, self.steps)
+        if self.steps == self._weigh_after:
+            self._weighed = WeighedStep(self._sizes.at_rest(), self.steps)
 
     # Events for the sinks.
 

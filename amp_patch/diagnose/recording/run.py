@@ -47,33 +47,6 @@ class Failure(NamedTuple):
     where: str = ""
 
 
-@dataclass
-class Look:
-    """The results of `amp.inspect` for one step.
-
-    Attributes:
-        step: the number of optimizer steps before it.
-        scale, best_scale: the loss scale in use, and the largest at which no parameter's gradient overflows FP16.
-        counts: "weights", "activations", "gradients" (unscaled) and "activation_gradients" (scaled) of the whole model
-            -> {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}.
-        flushed, overflowed: name of a parameter -> the shares of its gradient's numbers that FP16 would lose at the
-            scale in use, at 1, and at the best one.
-        errors: name of a module -> the relative error of its output against FP32, as in `Inspection.errors`.
-        not_finite: where the first number that is not finite appeared, in words; None if all were finite.
-        keep_fp32: the modules that `initialize(keep_fp32=...)` would best keep in FP32.
-    """
-
-    step: int
-    scale: float
-    best_scale: float
-    counts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    flushed: dict[str, list[float]] = field(default_factory=dict)
-    overflowed: dict[str, list[float]] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    not_finite: str | None = None
-    keep_fp32: list[str] = field(default_factory=list)
-
-
 @dataclass(repr=False)
 class Run:
     """One training at one level, from one seed. Lists have one entry a step; times are in seconds, sizes in bytes.
@@ -108,7 +81,7 @@ class Run:
         loss_types: the types of "bfloat16" and "float16" that represent every loss exactly. If there is one, the loss
             was rounded to it before it was recorded, as in a model that returns its loss. None if it is not known.
         objectives: the largest number of sets of optimizers that had losses in one step; 2 in a GAN.
-        seconds: the time of a step; NaN if the step was inspected, or measured for `activations`.
+        seconds: the time of a step; NaN if the step was measured for `activations`.
         cpu_seconds: the CPU time of the process in a step, summed over its threads; NaN as in `seconds`.
         parts: name in PARTS -> the seconds of that part of each step.
         scale: the loss scale of the step's gradients (of loss_id 0 if there are several).
@@ -125,7 +98,6 @@ class Run:
             resident set) since the recording began. None if the system does not report it.
         other_work: the share of all cores that other work took while the run trained; 0 if it took little.
         logged: name -> (step, value) of each call of `amp.log`.
-        looks: the results of `amp.inspect`, one for each inspected step.
         updates: for some steps, the changes of FP32 weights or masters, and the share that low-precision weights would
             lose (`lost_updates`). Both types are measured in a training without a low-precision type.
         modules: in a search, the names of the models' modules, each after the modules inside it.
@@ -169,7 +141,6 @@ class Run:
     peak_memory: int | None = None
     other_work: float = 0.0
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    looks: list[Look] = field(default_factory=list)
     updates: list[Updates] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
 
@@ -204,33 +175,9 @@ class Run:
         """`error_in_full`, with the message shortened to one line."""
         return self._with_place(textwrap.shorten(self.error or "recorded no step", 110, placeholder=" ..."))
 
-    @property
-    def overflows(self) -> list[Look]:
-        """The looks after the last look without an overflow: each look here saw a number that is not finite.
-
-        Earlier looks at overflows are left out, because the training has recovered since: a dynamic loss scale
-        starts too high, overflows and backs off.
-        """
-        return self.looks[self._last_finite + 1 :]
-
-    @property
-    def keep_fp32(self) -> list[str]:
-        """The names of the modules that looks advise to keep in FP32, each once.
-
-        The advice of a look at an overflow that has ended (one that is not in `overflows`) is left out.
-        """
-        until = self._last_finite
-        lasting = [look for i, look in enumerate(self.looks) if i > until or look.not_finite is None]
-        return [*dict.fromkeys(name for look in lasting for name in look.keep_fp32)]
-
     def _with_place(self, words: str) -> str:
         where = "; ".join(filter(None, [self.error_where, f"see {self.log}" if self.log else ""]))
         return words + (f" ({where})" if where and not self.refused else "")
-
-    @property
-    def _last_finite(self) -> int:
-        """The index of the last look that saw only finite numbers; -1 if there is no such look."""
-        return max((i for i, look in enumerate(self.looks) if look.not_finite is None), default=-1)
 
     @property
     def steps(self) -> int:
@@ -241,9 +188,8 @@ class Run:
         """Add one event of a recording to the figures.
 
         "begin" (after `initialize`), "end" and "outcome" (from the process that started the run) have attributes of
-        this class by name. "step" has one entry of each list, "log" a step, a name and a value, "look" the attributes
-        of a `Look`, "updates" the attributes of an `Updates`, "memory" the bytes of one step, "modules" names,
-        "note" a text.
+        this class by name. "step" has one entry of each list, "log" a step, a name and a value, "updates" the
+        attributes of an `Updates`, "memory" the bytes of one step, "modules" names, "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
@@ -262,8 +208,6 @@ class Run:
                 self.parts[part].append(event["parts"][part])
         elif kind == "log":
             self.logged.setdefault(event["name"], []).append((event["step"], event["value"]))
-        elif kind == "look":
-            self.looks.append(Look(**event))
         elif kind == "updates":
             self.updates.append(Updates(**event))
         elif kind == "memory":
@@ -273,7 +217,7 @@ class Run:
         elif kind == "note":
             self.notes.append(event["text"])
         else:
-            kinds = "begin, step, log, look, updates, memory, modules, note, end or outcome"
+            kinds = "begin, step, log, updates, memory, modules, note, end or outcome"
             raise ValueError(f"Run.add: event is {kind!r}; wanted {kinds}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -290,7 +234,6 @@ class Run:
         known = {each.name for each in fields(cls)}  # an older report has more
         values = {name: value for name, value in values.items() if name in known}
         check_types(cls, values)
-        values["looks"] = [Look(**look) for look in values.get("looks", [])]
         values["updates"] = [Updates(**each) for each in values.get("updates", [])]
         values["logged"] = {name: [(s, v) for s, v in pairs] for name, pairs in values.get("logged", {}).items()}
         return cls(**values)

@@ -81,18 +81,18 @@ class Step:
         samples, self.unclaimed_samples = self.unclaimed_samples, 0
         return samples
 
-    def unread_event(self, optimizer: Any, skipped: Tensor | float, inspected: bool) -> UnreadEvent:
+    def unread_event(self, optimizer: Any, skipped: Tensor | float, weighed: bool) -> UnreadEvent:
         """Make the "step" event of the step that `optimizer` ends.
 
-        `skipped` is 1 if the optimizer skipped it, else 0: a number, or a tensor if only the device knows. `inspected`
-        steps get NaN as times.
+        `skipped` is 1 if the optimizer skipped it, else 0: a number, or a tensor if only the device knows. A `weighed`
+        step gets NaN as times.
         """
         # The training waits for this call, so it only collects tensors. `_event` computes the rest later.
         bodies = self.bodies
         values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
-        return UnreadEvent(values, partial(self._event, id(optimizer), inspected))
+        return UnreadEvent(values, partial(self._event, id(optimizer), weighed))
 
-    def _event(self, optimizer: int, inspected: bool, values: list[float]) -> Event:
+    def _event(self, optimizer: int, weighed: bool, values: list[float]) -> Event:
         """Make the "step" event, after `values` were read: the skip flag, then the bodies' losses, then their scales.
 
         `optimizer` is the id of the optimizer that ended the step.
@@ -106,7 +106,7 @@ class Step:
             samples[body.key] = samples.get(body.key, 0) + body.samples
         own = [i for i, body in enumerate(bodies) if optimizer in body.optimizers] or range(len(bodies))
         first_id = min((bodies[i].loss_id for i in own), default=0)
-        parts = dict.fromkeys(PARTS, _NAN if inspected else 0.0)
+        parts = dict.fromkeys(PARTS, _NAN if weighed else 0.0)
         for part, start, end in self.spans:
             parts[part] += _seconds(start, end)
         return {
@@ -115,7 +115,7 @@ class Step:
             "loss_types": [name for name in LOW_TYPES if all(_is_exact(loss, name) for loss in given)],
             "loss": sum(sum(each) / len(each) for each in losses.values()) if losses else _NAN,
             "seconds": sum(parts.values()),
-            "cpu_seconds": _NAN if inspected else self.cpu_seconds,
+            "cpu_seconds": _NAN if weighed else self.cpu_seconds,
             "parts": parts,
             "scale": next((scales[i] for i in reversed(own) if bodies[i].loss_id == first_id), _NAN),
             "skipped": bool(skipped),

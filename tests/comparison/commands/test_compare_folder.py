@@ -131,7 +131,6 @@ def test_resume_adds_seeds_to_a_comparison(begun, monkeypatch):
         (["--seeds", "3", "--metric", "accuracy"], "was begun with --metric loss, and now there is --metric accuracy"),
         (["--metric", "accuracy"], "was begun with --metric loss, and now there is --metric accuracy"),
         (["--out", "other"], "goes on there, and --out other contradicts it"),
-        (["--inspect"], "was begun with no --inspect, and now there is --inspect"),
         (["other.py"], "was begun with train.py, and now there is other.py"),
         (
             ["--", "--lr", "2"],

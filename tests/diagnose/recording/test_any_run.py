@@ -38,15 +38,6 @@ events = st.lists(
         ),
         of_kind("log", step=counts, name=words, value=numbers),
         of_kind(
-            "look",
-            **dict.fromkeys(("scale", "best_scale"), numbers),
-            step=counts,
-            errors=by_name,
-            flushed=shares,
-            not_finite=st.none() | words,
-            keep_fp32=st.lists(words, max_size=2),
-        ),
-        of_kind(
             "updates",
             step=counts,
             dtype=st.sampled_from(["float16", "bfloat16"]),

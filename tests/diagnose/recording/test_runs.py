@@ -9,7 +9,7 @@ import math
 import pytest
 
 from amp_patch.diagnose.lost_updates import Updates
-from amp_patch.diagnose.recording.run import PARTS, Look, Run, dumps, loads
+from amp_patch.diagnose.recording.run import PARTS, Run, dumps, loads
 
 
 def step(loss: float, seconds: float = 0.5) -> dict:
@@ -26,17 +26,6 @@ def step(loss: float, seconds: float = 0.5) -> dict:
     }
 
 
-LOOK = Look(
-    step=3,
-    scale=2.0**16,
-    best_scale=math.inf,
-    counts={"weights": {"zeros": 1, "not_finite": 2, "exponents": {"-24": 3}}},
-    flushed={"a.weight": [0.1, 0.5, math.nan]},
-    overflowed={"a.weight": [0.25, 0.0, 0.0]},
-    errors={"a": math.inf},
-    not_finite="forward of linear in a",
-    keep_fp32=["a"],
-)
 # Every field has a value that is not its default, and every kind of number is there.
 RUN = Run(
     level="O2",
@@ -77,7 +66,6 @@ RUN = Run(
     other_work=0.25,
     peak_memory=5,
     logged={"accuracy": [(1, 0.5), (7, math.nan)]},
-    looks=[LOOK],
     updates=[Updates("float16", {"a.weight": [9, 4], "b": [0, 0]}, 2), Updates("float16", {"a.weight": [1, 1]}, 4)],
     modules=["head"],
 )
@@ -102,7 +90,6 @@ def test_events_fold_into_a_run():
         {"event": "begin", "dtype": "float16", "policy": "O2", "device": "cpu"},
         step(2.0),
         {"event": "log", "step": 1, "name": "accuracy", "value": 0.25},
-        {"event": "look", "step": 1, "scale": 128.0, "best_scale": 256.0, "errors": {"a": 0.5}},
         step(math.inf, seconds=1.0),
         {"event": "log", "step": 2, "name": "accuracy", "value": 0.5},
         {"event": "memory", "step": 2, "activations": 6},
@@ -136,7 +123,6 @@ def test_events_fold_into_a_run():
         activations=6,
         peak_memory=5,
         logged={"accuracy": [(1, 0.25), (2, 0.5)]},
-        looks=[Look(1, 128.0, 256.0, errors={"a": 0.5})],
         modules=["body.0", "body", "head"],
     )
     assert run.steps == 2
@@ -157,7 +143,7 @@ def test_a_failed_run_says_why_and_where_in_one_line():
 def test_an_event_of_no_known_kind_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"event is 'stop'; wanted begin, step, log, look, updates, memory, modules, note, end or outcome",
+        match=r"event is 'stop'; wanted begin, step, log, updates, memory, modules, note, end or outcome",
     ):
         Run("O0").add({"event": "stop"})
 
@@ -166,15 +152,10 @@ def test_every_field_of_a_run_survives_json():
     default = Run("O0")
     for field in dataclasses.fields(Run):
         assert not same_values(getattr(RUN, field.name), getattr(default, field.name)), f"{field.name} shows nothing"
-    for field in dataclasses.fields(Look):
-        assert not same_values(getattr(LOOK, field.name), getattr(Look(0, 1.0, 1.0), field.name)), (
-            f"{field.name} shows nothing"
-        )
     text = dumps(RUN.to_dict())
     json.loads(text, parse_constant=pytest.fail)  # strict: no bare NaN
     back = Run.from_dict(loads(text))
     assert same_values(back, RUN)
-    back.looks[0].errors["a"] = 0.0
     back.loss.append(1.0)
     assert same_values(Run.from_dict(loads(text)), RUN), "two runs share what they hold"
 
@@ -186,15 +167,3 @@ def test_from_dict_reads_what_an_older_report_left_out():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1, [], {}, None, True, "text", 2**70])
 def test_values_survive_json(value):
     assert same_values(loads(dumps({"a": [value, [value]]})), {"a": [value, [value]]})
-
-
-def test_an_overflow_that_a_later_look_is_free_of_is_over():
-    def run(*not_finite: str | None) -> Run:
-        looks = [Look(step, 1.0, 1.0, not_finite=each, keep_fp32=[f"at{step}"]) for step, each in enumerate(not_finite)]
-        return Run("O2", looks=looks)
-
-    scale_came_down = run("backward of mul", None, None)
-    assert scale_came_down.overflows == [] and scale_came_down.keep_fp32 == ["at1", "at2"]
-    lasting = run("backward of mul", None, "forward of pow", "forward of pow")
-    assert [look.step for look in lasting.overflows] == [2, 3] and lasting.keep_fp32 == ["at1", "at2", "at3"]
-    assert run().overflows == run().keep_fp32 == []

@@ -339,7 +339,7 @@ def test_a_native_run_is_recorded_without_changes(tmp_path, monkeypatch):
     plain = run_source(NET + NATIVE)["losses"]
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O0")
     monkeypatch.setenv("AMP_PATCH_SEED", "0")
-    with recorded(str(tmp_path / "run.jsonl"), steps=None, inspect=False, shift=True, native=True):
+    with recorded(str(tmp_path / "run.jsonl"), steps=None, shift=True, native=True):
         assert run_source(NET + NATIVE)["losses"] == plain
     found = run_of(tmp_path / "run.jsonl")
     assert found.loss == plain and found.native and found.error is None
@@ -425,7 +425,7 @@ def test_an_unedited_script_records_the_losses_of_an_edited_one(name, tmp_path, 
     runs = []
     for ours in (False, True):
         path = tmp_path / f"{ours}.jsonl"
-        with recorded(str(path), steps=None, inspect=False, shift=True):
+        with recorded(str(path), steps=None, shift=True):
             run_source(edited(SCRIPTS[name]) if ours else SCRIPTS[name], amp=amp, LEVEL="O2")
         amp.restore()
         runs.append(run_of(path))

@@ -1,93 +1,20 @@
-"""Inspected steps of a recording, and recordings of compiled models."""
+"""Recordings of compiled models."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import math
 
 import pytest
 import torch
 from apexed import apex_amp  # noqa: F401  the fixture `apex`
 from recordings import (
     nothing_left_fixture,  # noqa: F401  the fixture `nothing_left`
-    one_step,
-    started,
 )
 from torch import nn
 from training import SGD, backward, convnet, images, train
 
 from amp_patch import amp
-from amp_patch.diagnose.recording.run import PARTS
-
-
-def test_looks_at_the_step_after_1_and_10():
-    with amp.record(inspect=True) as run:
-        model, optimizer = started("O2", lr=0.0)
-        for _ in range(12):
-            one_step(model, optimizer)
-    assert [look.step for look in run.looks] == [1, 10] and run.notes == []
-    assert [math.isnan(s) for s in run.seconds] == [step in (1, 10) for step in range(12)]
-    assert all(math.isnan(run.parts[part][1]) and run.parts[part][2] >= 0 for part in PARTS)
-    assert run.loss == [3.0] * 12
-    look = run.looks[0]
-    # The weights are 1 and 2, the gradients 1 and 1.
-    assert look.counts["weights"] == {"zeros": 0, "not_finite": 0, "exponents": {"0": 1, "1": 1}}
-    assert look.counts["gradients"] == {"zeros": 0, "not_finite": 0, "exponents": {"0": 2}}
-    assert look.counts["activations"]["exponents"] == {"1": 1}
-    assert look.scale == 1024.0 and look.best_scale == 2.0**15
-    assert look.flushed == {"weight": [0.0, 0.0, 0.0]} and look.overflowed == {"weight": [0.0, 0.0, 0.0]}
-    assert look.errors == {"": 0.0} and look.not_finite is None and look.keep_fp32 == []
-
-
-def test_a_look_says_in_words_where_the_first_number_overflowed():
-    with amp.record(inspect=True) as run:
-        model, optimizer = started("O2", lr=0.0)
-        one_step(model, optimizer)
-        one_step(model, optimizer, inputs=[[60000.0, 60000.0]])
-    assert "overflow" not in run.notes and "linear in the model itself" in run.looks[0].not_finite
-
-
-class Passes(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-def stack():
-    return torch.overrides._get_current_function_mode_stack()
-
-
-def test_no_look_begins_inside_of_a_mode_that_may_end_first():
-    with amp.record(inspect=True) as run:
-        model, optimizer = started()
-        for _ in range(3):
-            with Passes() as mine:
-                one_step(model, optimizer)
-                assert stack() == [mine]
-            assert stack() == []
-    assert run.looks == [] and len(run.notes) == 1 and "Passes" in run.notes[0]
-    assert not any(map(math.isnan, run.seconds))
-
-
-def test_a_recording_that_ends_during_a_look_ends_the_look():
-    with amp.record(inspect=True) as run:
-        model, optimizer = started()
-        one_step(model, optimizer)
-        assert stack()
-    assert not stack() and run.looks == [] and run.steps == 1
-    assert not model._forward_hooks
-
-
-def test_an_inspection_that_cannot_be_is_a_note(monkeypatch):
-    def refuse(*_):
-        raise ValueError("inspect: this model is sharded")
-
-    monkeypatch.setattr("amp_patch.support.distributed.refuse", refuse)
-    with amp.record(inspect=True) as run:
-        model, optimizer = started()
-        for _ in range(2):
-            one_step(model, optimizer)
-    assert run.notes == ["inspect: this model is sharded"] and run.steps == 2
 
 
 def compile_whole(model):
