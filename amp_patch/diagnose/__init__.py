@@ -10,7 +10,6 @@ Files:
 - `culprit.py`: the search in the log of one step for the call that made the first non-finite number
 - `histogram.py`: counts of numbers by their exponent
 - `module_error.py`: the error of a module's output against FP32
-- `arrived.py`: the error of a module's inputs, against an FP32 copy of the model, and its cause
 - `lost_updates.py`: the share of updates that low-precision weights lose
 - `found_scaler.py`: the GradScaler of an inspected training
 - `explain.py`: `amp.explain`: the types of each call in one forward, and their reason

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.diagnose.arrived import ExactInputs, can_compare, cause_of
 from amp_patch.diagnose.call_log import CallLog, Frame, on_gradient
 from amp_patch.diagnose.culprit import Call, StepLog
 from amp_patch.diagnose.found_scaler import FoundScaler
 from amp_patch.diagnose.histogram import Histogram
 from amp_patch.diagnose.inspection import Inspection, NotFinite
-from amp_patch.diagnose.lost_updates import UpdateMeter
-from amp_patch.diagnose.module_error import floats, is_random, relative_error
+from amp_patch.diagnose.module_error import distance, floats, in_fp32, is_random, relative_error
+from amp_patch.diagnose.survey.kinds import KINDS
+from amp_patch.diagnose.survey.measured import measure
 from amp_patch.diagnose.survey.replay import Replay
 from amp_patch.model.forward import policy_of
 from amp_patch.model.keep_high import HighModule
 from amp_patch.model.kept_module import KeptModule
-from amp_patch.policy import LOW_PRECISION
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed
 from amp_patch.support.compiled import in_backward
 from amp_patch.support.devices import widest
@@ -50,15 +50,15 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None, lin
     `seen.gradients[name].flushed(s)` is the share of them that FP16 would lose at the loss scale s.
 
     Cost of a step: a pass over all activations and gradients; for `errors`, an FP32 forward of each module that calls
-    no other; for `arrived`, a forward of an FP32 copy of the model, whose inputs of modules stay in memory until the
-    forward ends; a sync when the optimizer begins to step. Compiled code runs eagerly in the block, because a compiled
-    graph hides its functions. After the block nothing stays installed, and no tensor of a step is referenced.
+    no other; for `output_error`, a forward of an FP32 copy of the model; a sync when the optimizer begins to step.
+    Compiled code runs eagerly in the block, because a compiled graph hides its functions. After the block nothing stays
+    installed, and no tensor of a step is referenced.
 
     Args:
         model: the model that `initialize` returned, or any module. A wrapper (DataParallel) is replaced by its module.
         optimizers: one or more optimizers of the model. Their loss scale is divided out of the gradients, and their
             steps are counted. Without them, gradients stay scaled and the whole block is one step.
-        line: whether to search the line that gives modules an input with an error above 5 %, for up to 60 seconds.
+        line: whether to search the line that gives the model's output an error above 5 %, for up to 60 seconds.
         scaler: the scaler of the loss. Needed only if its class does not derive from torch.amp.GradScaler: those are
             found automatically. A step that the scaler skips is counted too.
 
@@ -78,14 +78,13 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None, lin
     with ExitStack() as stack:
         log = _NumberLog(model, targets, scaler, seen, stack)
         stack.callback((replay := Replay(model, {})).end)
-        if line and log.exact is not None:
+        if line and log.compares:
             replay.watch()
         try:
             with log:
                 yield seen
         finally:
             log.conclude()
-            log.read_updates()
             if log.scale is not None:
                 seen.scale = float(log.scale)
             elif log.found.scaler is not None:
@@ -93,8 +92,32 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None, lin
             else:
                 scales = (scale for target in targets if (scale := questions.loss_scale_of(target)) is not None)
                 seen.scale = next(scales, seen.scale)
-    if line and policy is not None and seen.off is not None:
-        seen.cause = cause_of(replay, policy)
+    if line and policy is not None and seen.is_off:
+        seen.cause = _cause_of(replay, policy)
+
+
+def _cause_of(replay: Replay, policy: Policy) -> str:
+    """Return the line that the error of the model's output comes from, with its figures; "" if none is found.
+
+    If no loss was seen, the gradients of the output stand for it.
+    """
+    casts = policy.cast_model_type is not None
+    level = next(kind.levels[0] for kind in KINDS if (kind.casts, kind.dtype) == (casts, policy.dtype))
+    case = replay.case()
+    cause = None if case is None else next(measure(case, (level,), seconds=60.0)).cause
+    return "" if cause is None or cause.line is None else f"{cause.line.shown}: {cause}"
+
+
+def _can_compare(model: nn.Module) -> bool:
+    """Return whether an FP32 copy of `model` may run beside it: the model's level casts, and no module has a hook.
+
+    In the copy a hook of user code would run once more, and might store the tensors that it receives. False too if a
+    module draws random numbers, such as dropout: copy and model would draw different ones.
+    """
+    policy = policy_of(model)
+    if policy is None or policy.changes_nothing:
+        return False
+    return not any(is_random(m) or vars(m)["_forward_hooks"] or vars(m)["_forward_pre_hooks"] for m in model.modules())
 
 
 class _unlogged:
@@ -124,12 +147,10 @@ class _NumberLog(CallLog):
         self.steps_before = 0  # `seen.step` when a scaler began a step
         self.model = model
         self.called: set[str] = set()
-        self.exact = ExactInputs() if can_compare(model) else None
+        self.compares = _can_compare(model)
         self.scale: Tensor | None = None  # loss scale of the last backward
         self.stepping = False  # in an optimizer's step, or after one that an exception has ended
         self.handles: list[Any] = []
-        self.meters: dict[int, UpdateMeter] = {}  # id of an optimizer whose step has begun -> its meter
-        self.updates: dict[str, Tensor] = {}
         self.forget()
         for name, param in model.named_parameters():
             name = _plain(name)
@@ -155,7 +176,8 @@ class _NumberLog(CallLog):
         self.values: list[Tensor] = []  # key -> lowest and highest value
         self.gradients: dict[int, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
-        self.arrived: dict[str, Tensor] = {}
+        self.output_errors: list[Tensor] = []
+        self.exact: list[Tensor] | None = None  # the outputs of an FP32 copy, while a forward of the model runs
 
     def is_logging(self) -> bool:
         return not _NumberLog.busy
@@ -257,7 +279,9 @@ class _NumberLog(CallLog):
             self.running[-1].calls_others = True
         else:
             self._note_outside(args, kwargs)
-        self._note_arrived(frame.name, args, kwargs)
+            compares = not frame.name and self.compares and torch.is_grad_enabled() and not in_backward()
+            with _unlogged():
+                self.exact = in_fp32(self.model, args, kwargs) if compares else None
         self.called.add(frame.name)
         frame.inputs = [(tensor, _version(tensor)) for tensor in floats((args, kwargs))]
 
@@ -277,25 +301,15 @@ class _NumberLog(CallLog):
                 return
             for tensor in outputs:
                 seen.activations.setdefault(name, Histogram()).add(tensor)
+            exact = (self.exact or []) if len(self.running) == 1 else []
+            if exact and [t.shape for t in exact] == [t.shape for t in outputs]:
+                self.output_errors.append(distance(outputs, exact))
             # `relative_error` runs the module again. If the module has written to its input, the result would differ.
             in_place = any(_version(tensor) != version for tensor, version in frame.inputs)
             if outputs and not (frame.calls_others or in_place or is_random(module)):
                 error = relative_error(module, args, kwargs, outputs)
                 if error is not None:
                     self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
-
-    def _note_arrived(self, name: str, args: Any, kwargs: Any) -> None:
-        """Compare the inputs of a module's call with the inputs of the same call in an FP32 copy of the model.
-
-        Before the call of the model itself, run the copy.
-        """
-        if self.exact is None or in_backward() or not torch.is_grad_enabled():
-            return
-        with _unlogged():
-            if not (name or self.running):
-                self.exact.compute(self.model, args, kwargs)
-            elif (error := self.exact.error(name, args, kwargs)) is not None:
-                self.arrived[name] = torch.maximum(error, self.arrived.get(name, error).to(error.device))
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
         """Mark the model's arguments and buffers as made outside: no call of the model is to blame for their -inf."""
@@ -308,29 +322,10 @@ class _NumberLog(CallLog):
     def _conclude_step(self, optimizer: Any, *_: Any) -> None:
         self.conclude()
         self.stepping = True
-        with _unlogged():
-            names = {id(param): _plain(name) for name, param in self.model.named_parameters()}
-            self.meters[id(optimizer)] = UpdateMeter(optimizer, names)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        if (meter := self.meters.pop(id(optimizer), None)) is not None:
-            self.seen.updates.dtype = str(meter.dtype).removeprefix("torch.")
-            with _unlogged():
-                for name, count in meter.counts().items():
-                    self.updates[name] = self.updates[name] + count if name in self.updates else count
         self.stepping = False
         self.seen.step += 1
-
-    def read_updates(self) -> None:
-        """Read from the devices how many sampled updates were made, and how many of them low precision would lose.
-
-        The numbers go into `seen.updates`. Syncs once for each device.
-        """
-        with _unlogged():
-            for device in {count.device for count in self.updates.values()}:
-                names = [name for name, count in self.updates.items() if count.device == device]
-                read = torch.stack([self.updates[name] for name in names]).tolist()
-                self.seen.updates.counts |= dict(zip(names, read, strict=True))
 
     def _scaler_begins(self, steps: bool) -> None:
         self.stepping = True  # the scaler's calls are not the model's
@@ -346,15 +341,15 @@ class _NumberLog(CallLog):
     def conclude(self) -> None:
         """Find the call that made this step's first non-finite number, and read the modules' errors. Syncs once."""
         with _unlogged():
-            pairs = [*self.values, *self.gradients.values(), *self.errors.values(), *self.arrived.values()]
+            pairs = [*self.values, *self.gradients.values(), *self.errors.values(), *self.output_errors]
             if pairs:
                 every = torch.stack([pair.to(pairs[0].device) for pair in pairs]).tolist()
                 values, later = every[: len(self.values)], every[len(self.values) :]
                 gradients = dict(zip(self.gradients, later, strict=False))
                 later = later[len(gradients) :]
                 self._note_errors(dict(zip(self.errors, later, strict=False)))
-                for name, (error, _) in zip(self.arrived, later[len(self.errors) :], strict=True):
-                    self.seen.arrived[name] = max(self.seen.arrived.get(name, 0.0), error)
+                off = [error for error, _ in later[len(self.errors) :]]
+                self.seen.output_error = max([self.seen.output_error, *off])
                 if self.seen.not_finite is None:
                     self.seen.not_finite = self._culprit(StepLog(self.calls, values, gradients, self.outside))
         self.forget()

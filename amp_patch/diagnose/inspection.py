@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from amp_patch.diagnose.histogram import Histogram
-from amp_patch.diagnose.lost_updates import Updates
 from amp_patch.diagnose.tables import Part, Table, as_html, as_text
 from amp_patch.diagnose.wording import percent, power_in_ascii, short, two
 
-_OFF = 0.05  # an error of what arrives at a module that is told
+_OFF = 0.05  # an error of the model's output that is told
 _WAY_OUT = "amp.survey names lines that round it"  # if the search has found no line
-_ERRORS = "relative error against FP32"
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,12 @@ class Inspection:
             the same input, in the 2-norm; the largest of all calls. Infinite if the FP32 output is finite and the
             output is not. Updated at the end of each step. A module is left out if it draws random numbers, writes to
             its input, or cannot be computed in FP32.
-        arrived: name of a module without submodules, in the order of calls -> the relative error of its input against
-            the input of the same module in an FP32 copy of the model: what came in, where `errors` has what the module
-            made. Empty for a model without `initialize`, with hooks of user code, or that draws random numbers.
-        cause: the line that the error of the inputs comes from, with its figures; "" if `arrived` is small, or if no
-            line was found.
+        output_error: the relative error of the model's output against that of an FP32 copy for the same inputs, the
+            largest of all calls. 0 for a model without `initialize`, with hooks of user code, or that draws random
+            numbers.
+        cause: the line that this error comes from, with its figures; "" if it is small, or if no line was found.
         not_finite: the call that made the first number that is not finite; None if all were finite. Infinities that
             user code asks for (`masked_fill(mask, -inf)`), or passes in, do not count.
-        updates: the counts of updates to FP32 weights and masters, and of those that low-precision weights would lose:
-            `updates.lost()`, or for a module `updates.lost("blocks.0")`.
         scale: the loss scale of the last backward in the block; if there was no backward, the scale for the next one.
         step: the number of optimizer steps in the block.
         too_large: modules whose FP32 output exceeds the range of the low-precision type.
@@ -85,10 +80,9 @@ class Inspection:
     gradients: dict[str, Histogram] = field(default_factory=dict)
     activation_gradients: dict[str, Histogram] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
-    arrived: dict[str, float] = field(default_factory=dict)
+    output_error: float = 0.0
     cause: str = ""
     not_finite: NotFinite | None = None
-    updates: Updates = field(default_factory=Updates)
     scale: float = 1.0
     step: int = 0
     too_large: set[str] = field(default_factory=set)
@@ -106,10 +100,9 @@ class Inspection:
         return self.all_fp32 or torch.float16 in self.low
 
     @property
-    def off(self) -> tuple[str, float] | None:
-        """The first module whose input has an error above 5 %, and the error; None if all numbers are not finite."""
-        large = ((name, each) for name, each in self.arrived.items() if each > _OFF)
-        return next(large, None) if self.not_finite is None else None
+    def is_off(self) -> bool:
+        """Whether the model's output has an error above 5 %, and no number that is not finite explains it."""
+        return self.output_error > _OFF and self.not_finite is None
 
     def keep_fp32(self, error: float = 0.05, flushed: float = 0.5) -> list[str]:
         """Return the names of the modules to pass to `initialize(keep_fp32=...)`, the most important first:
@@ -155,17 +148,13 @@ class Inspection:
         of_fp16 = f", the best one {power_in_ascii(best)}" if self.for_fp16 else ""
         yield f"{self.step} steps; loss scale {power_in_ascii(self.scale)}{of_fp16}"
         yield f"not finite: {self.not_finite or 'nothing'}"
-        yield self._errors(rows, came_in=self.off is not None)
-        if self.off is not None:
-            name, error = self.off
-            why = self.cause or _WAY_OUT
-            yield f"from {name} on, inputs are off from those of an FP32 copy, there by {two(error)}: {why}"
+        worst = sorted(self.errors.items(), key=lambda item: -item[1])[:rows]
+        errors = [(name, two(error)) for name, error in worst]
+        yield Table(errors, (("module", "error"),), "relative error against FP32", numbers=True)
+        if self.is_off:
+            yield f"the output is off from an FP32 copy's by {two(self.output_error)}: {self.cause or _WAY_OUT}"
         if self.for_fp16:
             yield self._losses(best, rows)
-        if (share := self.updates.lost()) is not None:
-            low = f"without FP32 weights or masters, in {self.updates.dtype}"
-            yield f"{low}, {percent(share)} of the updates would be lost"
-            yield self._lost_updates(rows)
         lost = [name for name in self.gradients if self._lost(name)]
         if lost:
             more = "" if rows is None else " ..." * (len(lost) > rows)
@@ -177,17 +166,6 @@ class Inspection:
         yield (
             f"keep_fp32={kept}{why}" if self.high is None else f"keep_high={list(dict.fromkeys(self.high + kept))}{why}"
         )
-
-    def _errors(self, rows: int | None, *, came_in: bool) -> Table:
-        """Return the table of modules and their errors, largest first; with `came_in` also their inputs' errors."""
-        if not came_in:
-            worst = sorted(self.errors.items(), key=lambda item: -item[1])
-            cells = [(name, two(error)) for name, error in worst[:rows]]
-            return Table(cells, (("module", "error"),), _ERRORS, numbers=True)
-        known = {name: (self.errors.get(name), self.arrived.get(name)) for name in {**self.arrived, **self.errors}}
-        both = sorted(known.items(), key=lambda item: -max(each or 0.0 for each in item[1]))
-        pairs = [(name, *("" if each is None else two(each) for each in pair)) for name, pair in both[:rows]]
-        return Table(pairs, (("module", "made", "came in"),), _ERRORS, numbers=True)
 
     def _advice(self, direction: str) -> str:
         """Return the advice against a non-finite number for which no module can be kept in FP32 (an empty `remedy`).
@@ -227,14 +205,6 @@ class Inspection:
         header = (("gradient of", "flushed:", "", "", "overflowed:"), ("", *["now", "at 1", "best"] * 2))
         title = "share of gradients that FP16 loses, at the loss scale now, at 1 and at the best"
         return Table([(n, *(percent(s) for s in shares[n])) for n in worst[:rows]], header, title, numbers=True)
-
-    def _lost_updates(self, rows: int | None) -> Table:
-        """Return the table of the modules, sorted by the share of updates that low precision would lose."""
-        modules = dict.fromkeys(name.rpartition(".")[0] for name in self.updates.counts)
-        shares = [(name, lost) for name in modules if (lost := self.updates.lost(name)) is not None]
-        cells = [(name, percent(lost)) for name, lost in sorted(shares, key=lambda item: -item[1])]
-        title = f"share of updates that weights in {self.updates.dtype} would lose"
-        return Table(cells[:rows], (("module", "lost"),), title, numbers=True)
 
     def _lost(self, name: str) -> bool:
         """Return whether all numbers of a parameter's gradient were 0, and the gradient of its module's output was not.

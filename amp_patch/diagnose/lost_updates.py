@@ -69,29 +69,21 @@ class UpdateMeter:
             its place in the parameter groups as name.
 
     Attributes:
-        dtype: the low-precision type of the training; bfloat16 if it has none.
         dtypes: the types that updates can be counted in: the training's, or both low-precision types if it has none.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str] = MappingProxyType({})) -> None:
         policy = questions.policy_of(optimizer)
-        self.dtype = torch.bfloat16
-        self.dtypes: tuple[torch.dtype, ...] = LOW_PRECISION
-        if policy is not None and policy.makes_low_tensors:
-            self.dtype = policy.dtype
-            self.dtypes = (self.dtype,)
+        low = policy is not None and policy.makes_low_tensors
+        self.dtypes = (policy.dtype,) if policy is not None and low else LOW_PRECISION
         self._optimizer, self._names = optimizer, names
         self._before = dict(self._values())
 
-    def counts(self) -> dict[str, Tensor]:
-        """Return {name of a parameter: the two counts of `Updates.counts`}, as int64 tensors [2] on the device.
-
-        Does not sync with the device.
-        """
-        return self.counts_in((self.dtype,))[self.dtype]
-
     def counts_in(self, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, dict[str, Tensor]]:
-        """Return {low-precision type: the result of `counts` for that type} for each of `dtypes`. Does not sync."""
+        """Return {low-precision type: {name of a parameter: the two counts of `Updates.counts`}} for each of `dtypes`.
+
+        The counts are int64 tensors [2] on the device. Does not sync with the device.
+        """
         found: dict[torch.dtype, dict[str, Tensor]] = {dtype: {} for dtype in dtypes}
         for name, value in self._values():
             for dtype in dtypes if name in self._before else ():

@@ -9,21 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import regions
+from amp_patch.model.fp32_copies import fp32_copy
 from amp_patch.support import tree
 from amp_patch.support.devices import widest
 from amp_patch.support.random_states import random_states, restored_random_states
-from amp_patch.watch.questions import fp32_of
-
-
-class _WithoutHooks(nn.Module):
-    """A wrapper that calls the forward of a module without the hooks of that module."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.forward(*args, **kwargs)
 
 
 def floats(value: Any) -> list[Tensor]:
@@ -47,7 +36,7 @@ def relative_error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tens
         FP64, shape [2]: the error; and 1 if an FP32 output is too large for the type of `outputs`, else 0. None if the
         module draws random numbers, or cannot be computed in FP32.
     """
-    exact = _in_fp32(module, args, kwargs)
+    exact = in_fp32(module, args, kwargs)
     if exact is None or [a.shape for a in outputs] != [b.shape for b in exact]:
         return None
     return distance(outputs, exact)
@@ -72,26 +61,20 @@ def distance(tensors: list[Tensor], exact: list[Tensor]) -> Tensor:
     return torch.stack([error, torch.stack(too_large).any().to(error)])
 
 
-def _in_fp32(module: nn.Module, args: Any, kwargs: Any) -> list[Tensor] | None:
+@torch.no_grad()
+def in_fp32(module: nn.Module, args: Any, kwargs: Any) -> list[Tensor] | None:
     """Run the module's forward again in FP32, and return the floating tensors of its output.
 
-    The arguments, parameters and buffers are FP32 copies; a parameter that has a master is replaced by the master. None
-    if the module cannot be computed in FP32, or draws random numbers.
+    An FP32 copy of the module runs, without hooks. None if it cannot be made or run, or draws random numbers.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, param in _WithoutHooks(module).named_parameters():
-        tensors[name] = fp32_of(param).detach()
-    tensors.update((name, buffer.clone()) for name, buffer in _WithoutHooks(module).named_buffers())
-    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
-    args, kwargs = tree.cast_floats((args, kwargs), torch.float32)
-    attributes = dict(vars(module))
-    vars(module).pop("_amp", None)  # with `_amp` the generated forward would cast the arguments to the level's type
     try:
         with restored_random_states() as before, regions.region(None):
-            exact = floats(torch.func.functional_call(_WithoutHooks(module), tensors, args, kwargs))
+            copy = fp32_copy(module)
+            for each in copy.modules():
+                vars(each)["_forward_hooks"].clear()
+                vars(each)["_forward_pre_hooks"].clear()
+            args, kwargs = tree.cast_floats((args, kwargs), torch.float32)
+            exact = floats(copy(*args, **kwargs))
             return exact if tree.same(before, random_states()) else None
-    except Exception:  # for example: weight_norm's hook makes a weight in the parameters' type
+    except Exception:  # for example: a module that cannot be copied, or weight_norm's weight, which a hook makes
         return None
-    finally:
-        vars(module).clear()
-        vars(module).update(attributes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from amp_patch.masters.closed_master import drop_joined, form_of, is_closed
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import kernel_tensors, master_of
+from amp_patch.masters.masters import kernel_tensors
 from amp_patch.policy import Policy
 from amp_patch.support import distributed
 from amp_patch.training.innermost import innermost
@@ -32,24 +31,9 @@ def pairs_of(optimizer: Optimizer) -> Sequence[tuple[Tensor, Tensor]]:
     return [(param, param) for group in optimizer.param_groups for param in group["params"]]
 
 
-def fp32_of(param: Tensor) -> Tensor:
-    """Return the master of `param`; `param` itself if it has none."""
-    master = master_of(param)
-    return param if master is None else master
-
-
 def stored(masters: list[Tensor]) -> list[Tensor]:
     """Return the tensors that store the values of `masters`: of a compressed master its low half or its weight."""
     return kernel_tensors(masters).tensors
-
-
-def models_of(optimizer: Optimizer) -> list[Any]:
-    """Return the models of the optimizer's training that have parameters of this optimizer."""
-    stash = stash_of(optimizer)
-    if stash is None:
-        return []
-    held = set(stash.masters.of_groups(optimizer.param_groups).params)
-    return [model for model in stash.neighbours.siblings.alive_models() if not held.isdisjoint(model.parameters())]
 
 
 def body_of(optimizer: Optimizer) -> Body | None:
