@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from amp_patch.diagnose.tables import Part, Table, as_html, as_text
+from amp_patch.diagnose.tables import Part, Printed, Table
 from amp_patch.diagnose.wording import type_name
 from amp_patch.policy import Policy
 
@@ -50,7 +50,7 @@ class OpCall:
 
 
 @dataclass
-class Explanation:
+class Explanation(Printed):
     """The result of `explain`. `str` gives tables, with one row for equal calls; notebooks show them as HTML.
 
     Attributes:
@@ -65,13 +65,7 @@ class Explanation:
     kept: dict[str, str] = field(default_factory=dict)
     calls: list[OpCall] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        return as_text(self._parts())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._parts())
-
-    def _parts(self) -> Iterator[Part]:
+    def parts(self, rows: int | None) -> Iterator[Part]:
         if self.policy is None:
             yield "no policy: the model never went through amp.initialize()"
         else:

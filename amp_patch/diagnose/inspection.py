@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from amp_patch.diagnose.histogram import Histogram
-from amp_patch.diagnose.tables import Part, Table, as_html, as_text
+from amp_patch.diagnose.tables import Part, Printed, Table
 from amp_patch.diagnose.wording import percent, power_in_ascii, short, two
 
 _OFF = 0.05  # an error of the model's output that is told
@@ -49,7 +49,7 @@ class NotFinite:
 
 
 @dataclass
-class Inspection:
+class Inspection(Printed):
     """The result of `inspect`. Reading a histogram syncs with the device.
 
     Attributes:
@@ -133,17 +133,7 @@ class Inspection:
         """
         return min((seen.best_scale() for seen in self.gradients.values() if seen.counts), default=1.0)
 
-    def summary(self, rows: int = 5) -> str:
-        """Return the text that `print(seen)` shows. Each table has at most `rows` rows, the worst ones."""
-        return as_text(self._parts(rows))
-
-    __str__ = summary
-
-    def _repr_html_(self) -> str:
-        """Return all rows of all tables, for a notebook."""
-        return as_html(self._parts(None))
-
-    def _parts(self, rows: int | None) -> Iterator[Part]:
+    def parts(self, rows: int | None) -> Iterator[Part]:
         best = self.best_scale()
         of_fp16 = f", the best one {power_in_ascii(best)}" if self.for_fp16 else ""
         yield f"{self.step} steps; loss scale {power_in_ascii(self.scale)}{of_fp16}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from amp_patch.diagnose import wording
 from amp_patch.diagnose.module_error import floats
-from amp_patch.diagnose.tables import Part, Table, as_html, as_text
+from amp_patch.diagnose.tables import Part, Printed, Table
 from amp_patch.environment import NamedLevel, named_level
 from amp_patch.frontend import initialize, restored
 from amp_patch.model.forward import policy_of
@@ -58,7 +58,7 @@ class OutputDistance:
 
 
 @dataclass
-class OutputComparison:
+class OutputComparison(Printed):
     """The result of `compare_outputs`. `str` gives tables; notebooks show them as HTML.
 
     Attributes:
@@ -77,22 +77,16 @@ class OutputComparison:
         known = ", ".join(str((_asked(each.first), _asked(each.second))) for each in self.distances)
         raise KeyError(f"compare_outputs: {pair} was not compared; the compared pairs are {known}")
 
-    def __str__(self) -> str:
-        return as_text(self._parts())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._parts())
-
-    def _parts(self) -> Iterator[Part]:
+    def parts(self, rows: int | None) -> Iterator[Part]:
         header = ("from, to", "output", "nats", "largest", f"outside 1 ± {self.band:g}", "sequence - 1")
         logits = any(each.nats is not None for each in self.distances)
-        rows = []
+        lines = []
         for each in self.distances:
             figures = [_two(each.output), _two(each.nats), _two(each.largest_nats)]
             outside = "" if each.outside is None else wording.percent(each.outside)
             row = f"{each.first}, {each.second}", *figures, outside, _two(each.sequence)
-            rows.append(row[: len(header) if logits else 2])
-        yield Table(rows, (header if logits else header[:2],), numbers=True)
+            lines.append(row[: len(header) if logits else 2])
+        yield Table(lines, (header if logits else header[:2],), numbers=True)
         with_modules = [each for each in self.distances if each.modules]
         names = list(dict.fromkeys(name for each in with_modules for name in each.modules))
         if names:

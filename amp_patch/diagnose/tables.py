@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -39,9 +39,23 @@ def as_text(parts: Iterable[Part]) -> str:
     return "\n".join(lines)
 
 
-def as_html(parts: Iterable[Part]) -> str:
-    """Render a report for a notebook: the text, in letters of one width."""
-    return f'<pre style="overflow-x:auto">{escape(as_text(parts))}</pre>'
+class Printed:
+    """The base class of results that print as tables; notebooks show all rows."""
+
+    def parts(self, rows: int | None) -> Iterator[Part]:
+        """Yield the tables and lines. Tables may have more than `rows` rows; None: they have all."""
+        raise NotImplementedError
+
+    def summary(self, rows: int | None = 5) -> str:
+        """Return the text that `print` shows. Long tables have `rows` rows, the worst ones."""
+        return as_text(self.parts(rows))
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        """Return all rows for a notebook, in letters of one width."""
+        return f'<pre style="overflow-x:auto">{escape(self.summary(None))}</pre>'
 
 
 def _text_of(table: Table) -> list[str]:

@@ -12,7 +12,7 @@ from apexed import apex_amp  # noqa: F401  the fixture `apex`
 from training import backward, linear
 
 from amp_patch import amp
-from amp_patch.diagnose.recording import compiled_forwards
+from amp_patch.diagnose.recording import forward_hooks
 from amp_patch.diagnose.recording import recorder as recording
 from amp_patch.diagnose.recording.run import Event, loads
 from amp_patch.multi_tensor import backend
@@ -51,8 +51,8 @@ def untouched():
         and not foreign(torch_hooks._global_optimizer_pre_hooks)
         and not foreign(torch_hooks._global_optimizer_post_hooks)
         and not recording._recorders
-        and not compiled_forwards._listeners
-        and not compiled_forwards._installation.installed
+        and not forward_hooks._listeners
+        and not forward_hooks._installation.installed
     )
 
 

@@ -15,8 +15,7 @@ Files:
 - `sizes.py`: bytes of the training's tensors
 - `peak_memory.py`: peak memory, from CUDA or the operating system
 - `module_names.py`: modules that can be kept in another precision
-- `forward_hooks.py`: notification of the beginning of a forward
-- `compiled_forwards.py`: the same for compiled forwards
+- `forward_hooks.py`: notification of the beginning of a forward, eager or compiled
 - `outbox.py`: events that wait for copies from the device
 - `sinks.py`: files of JSON lines, and TensorBoard
 """
