@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posixpath
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from amp_patch.model.forward import policy_of
 from amp_patch.model.keep_high import HighModule
 from amp_patch.model.kept_module import KeptModule
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.support import distributed
+from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import in_backward
 from amp_patch.support.devices import widest
 from amp_patch.support.words import of_class
@@ -389,11 +390,7 @@ class _NumberLog(CallLog):
         # between them in FP32.
         if None in modules:
             return ()
-        paths = [(name or "").split(".") for name in modules]
-        common = paths[0]
-        for path in paths:
-            same = [a == b for a, b in zip(common, path, strict=False)]
-            common = common[: same.index(False) if False in same else len(same)]
+        common = posixpath.commonpath((name or "").replace(".", "/") for name in modules).split("/")
         while common and ".".join(common) not in self.called:  # a ModuleList has no forward, so it cannot be kept
             common = common[:-1]
         return (".".join(common),) if any(common) and not _is_inside(".".join(common), kept) else ()
@@ -410,18 +407,11 @@ def _plain(name: str) -> str:
 
 def _given(value: Any) -> list[Tensor]:
     """Return the floating and complex tensors among a function's arguments, or in its result."""
-    found: list[Tensor] = []
-    todo = [value]
-    while todo:
-        each = todo.pop()
-        if isinstance(each, Tensor):
-            if (each.is_floating_point() or each.is_complex()) and each.layout is torch.strided and not each.is_nested:
-                found.append(each)
-        elif isinstance(each, list | tuple):
-            todo.extend(reversed(each))
-        elif isinstance(each, dict):
-            todo.extend(reversed(each.values()))
-    return found
+    return [
+        each
+        for each in tree.tensors(value)
+        if (each.is_floating_point() or each.is_complex()) and each.layout is torch.strided and not each.is_nested
+    ]
 
 
 @torch.no_grad()

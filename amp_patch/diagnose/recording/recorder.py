@@ -25,7 +25,7 @@ from amp_patch.diagnose.recording.outbox import Outbox, UnreadEvent
 from amp_patch.diagnose.recording.peak_memory import PeakMemory
 from amp_patch.diagnose.recording.run import NATIVE, Event, Run
 from amp_patch.diagnose.recording.sampled_updates import SampledUpdates
-from amp_patch.diagnose.recording.scaler_losses import ScalerLosses, body_of
+from amp_patch.diagnose.recording.scaler_losses import ScalerLosses
 from amp_patch.diagnose.recording.sinks import Sink, sinks_for
 from amp_patch.diagnose.recording.sizes import Sizes, alive
 from amp_patch.diagnose.recording.step import Body, first_tensor, sample, single_value, sizes_of
@@ -331,11 +331,11 @@ class Recorder(observers.Observer):
 
     def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
         optimizer = innermost(optimizer)
-        losses = self._scaler_losses.take(scaler)
+        losses = self._scaler_losses.take(scaler, optimizer)
         if self.is_recording() and self._records(optimizer):
             self._stepped_by_scaler = optimizer
             self.losses += len(losses)
-            self._clock.step.bodies += [body_of(loss, scaler, optimizer) for loss in losses]
+            self._clock.step.bodies += losses
             self._clock.step_begins()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Tensor | None) -> None:

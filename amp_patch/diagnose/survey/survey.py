@@ -54,8 +54,8 @@ class Surveyor:
 
     def __enter__(self) -> Surveyor:
         autocast = torch.amp.autocast_mode.autocast
-        self._patches.set(autocast, "__enter__", self._entering(autocast.__enter__))
-        self._patches.set(autocast, "__exit__", self._leaving(autocast.__exit__))
+        self._patches.set(autocast, "__enter__", self._passing(autocast.__enter__, 1))
+        self._patches.set(autocast, "__exit__", self._passing(autocast.__exit__, -1))
         self._patches.set(torch.autograd.Function, "apply", self._applying())
         self._patches.set(nn.Module, "__setattr__", self._assigning())
         self._visitor.__enter__()
@@ -172,29 +172,18 @@ class Surveyor:
 
     # Requests for FP32.
 
-    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _passing(self, original: Callable[..., Any], by: int) -> Callable[..., Any]:
+        """Return `__enter__` (`by` is 1) or `__exit__` (-1) of torch.autocast, which counts the entered regions."""
         visitor = self._visitor
 
         @functools.wraps(original)
-        def __enter__(region: Any) -> Any:
+        def passing(region: Any, *args: Any) -> Any:
             if region.fast_dtype is torch.float32:
-                visitor.asked.append(user_line())
-            visitor.plain += _casts_nothing(region)
-            return original(region)
-
-        return __enter__
-
-    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        visitor = self._visitor
-
-        @functools.wraps(original)
-        def __exit__(region: Any, *args: Any) -> Any:
-            if region.fast_dtype is torch.float32 and visitor.asked:
-                visitor.asked.pop()
-            visitor.plain -= _casts_nothing(region)
+                visitor.asked[:] = [*visitor.asked, user_line()] if by > 0 else visitor.asked[:-1]
+            visitor.plain += by * _casts_nothing(region)
             return original(region, *args)
 
-        return __exit__
+        return passing
 
     def _assigning(self) -> Any:
         original, visitor = nn.Module.__setattr__, self._visitor
