@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,8 +34,6 @@ class OutputDistance:
         first, second: the levels: "O0", "O5 BF16", "O5 BF16 compiled".
         output: the 2-norm of the difference of the outputs, divided by the norm of `first`'s. Equal
             infinities count as equal; other elements that are not finite make it infinite or NaN.
-        modules: qualified name -> this distance for the outputs of the module, over all its calls. Its inputs differ
-            already, so it is the accumulated distance, not an error of the module alone. Empty if a level is compiled.
         nats: the mean absolute difference of log-probabilities: of the targets, or without targets of all classes,
             weighted by their probability under `first`. None if the outputs are no logits.
         largest_nats: the largest absolute difference of a target's log-probability, or without targets the largest
@@ -50,7 +47,6 @@ class OutputDistance:
     first: str
     second: str
     output: float
-    modules: dict[str, float]
     nats: float | None = None
     largest_nats: float | None = None
     outside: float | None = None
@@ -87,16 +83,6 @@ class OutputComparison(Printed):
             row = f"{each.first}, {each.second}", *figures, outside, _two(each.sequence)
             lines.append(row[: len(header) if logits else 2])
         yield Table(lines, (header if logits else header[:2],), numbers=True)
-        with_modules = [each for each in self.distances if each.modules]
-        names = list(dict.fromkeys(name for each in with_modules for name in each.modules))
-        if names:
-            yield ""
-            yield Table(
-                [(name or "(model)", *(_two(each.modules.get(name)) for each in with_modules)) for name in names],
-                (("module", *(f"{each.first}, {each.second}" for each in with_modules)),),
-                title="distance gathered so far",
-                numbers=True,
-            )
 
 
 def compare_outputs(
@@ -118,14 +104,14 @@ def compare_outputs(
     the trainer's. Each forward runs on an FP32 copy of `model`, initialized at the level, without gradients, from the
     same state of the random generators. So dropout drops the same elements, except in a compiled model. Afterwards the
     model, its training and the process are unchanged; if there are other trainings, O1's wrappers stay installed, but
-    cast nothing. Memory: one copy of the model, and for `modules` the outputs of all modules. Syncs with the device.
+    cast nothing. Memory: one copy of the model. Syncs with the device.
 
     Args:
         model: any module, in FP32 or not, initialized or not. It keeps its mode: call `eval()` first to compare a
             sampler.
         inputs: a tuple of positional arguments, a dict of keyword arguments, or a single argument.
         levels: the levels to compare with "O0" (FP32), each with options if wanted ("O6+mxfp8"). With " compiled"
-            after it, a level runs through torch.compile, without `modules`: `pairs=[("O5", "O5 compiled")]`.
+            after it, a level runs through torch.compile: `pairs=[("O5", "O5 compiled")]`.
         pairs: (first, second) levels to compare in addition: the sampler's and the trainer's.
         targets: classes, int64, of the shape of the logits without the last dimension. Negative targets are ignored.
         band: the allowed deviation from 1 of the ratio of two probabilities; `outside` counts larger ones.
@@ -157,7 +143,7 @@ def compare_outputs(
     for begin, end in wanted:
         if first is None or first.asked != begin:
             first = run(begin)
-        found.distances.append(_distance(first, run(end, beside=first), targets, band))
+        found.distances.append(_distance(first, run(end), targets, band))
     return found
 
 
@@ -176,16 +162,11 @@ def _named(level: str) -> NamedLevel:
 class _Forward:
     """One forward of a copy of the model at a level.
 
-    Without `beside` the outputs of all modules are stored. If `beside` is another forward, each module's output is
-    compared with the output of the same module there, and not stored.
-
     Attributes:
         asked: the level as passed by the caller.
         level: the name of the level with its type.
         outputs: the floating tensors of the model's output, in FP32.
         logits: the logits in FP64, or None.
-        kept: name of a module -> its outputs in FP32, a list for each call. Empty with `beside`.
-        apart: name of a module -> the `squares` of each call. Empty without `beside`.
     """
 
     def __init__(
@@ -195,16 +176,11 @@ class _Forward:
         options: Mapping[str, Any],
         logits: Callable[[Any], Tensor] | None,
         asked: str,
-        beside: _Forward | None = None,
     ) -> None:
         self.asked = asked
-        self.kept: dict[str, list[list[Tensor]]] = {}
-        self.apart: dict[str, list[Tensor]] = {}
-        self._calls: dict[str, int] = {}
-        self._beside = beside
         eager, named = asked.removesuffix(COMPILED), _named(asked)
         devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-        with torch.random.fork_rng(devices), restored(), torch.no_grad(), ExitStack() as stack:
+        with torch.random.fork_rng(devices), restored(), torch.no_grad():
             copy = fp32_copy(model)
             given = {**options, **(named.options if "+" in eager else {})} if eager != BASELINE else {}
             initialize(copy, opt_level=named.level, verbosity=0, **given)
@@ -212,25 +188,11 @@ class _Forward:
             low = policy is not None and policy.makes_low_tensors
             dtype = str(policy.dtype).removeprefix("torch.") if policy is not None and low else None
             self.level = wording.level_name(eager, dtype) + asked.removeprefix(eager)
-            if asked == eager:
-                for name, module in copy.named_modules():
-                    stack.callback(module.register_forward_hook(partial(self._hook, name)).remove)
             called = copy if asked == eager else torch.compile(copy)
             arguments = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
             output = called(*arguments, **(inputs if isinstance(inputs, dict) else {}))
             self.outputs = [each.float() for each in floats(output)]
             self.logits = _logits(output, logits)
-
-    def _hook(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = [each.float() for each in floats(output)]
-        if self._beside is None:
-            # Cloned, because a later module may write to its input in place.
-            self.kept.setdefault(name, []).append([each.clone() for each in outputs])
-            return
-        call = self._calls[name] = self._calls.get(name, -1) + 1
-        others = self._beside.kept.get(name, [])
-        if call < len(others) and [each.shape for each in outputs] == [each.shape for each in others[call]]:
-            self.apart.setdefault(name, []).append(squares(others[call], outputs))
 
 
 def squares(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
@@ -261,15 +223,14 @@ def _distance(first: _Forward, second: _Forward, targets: Tensor | None, band: f
             f"{[list(shape) for shape in shapes[1]]} at {second.level}; wanted a model whose outputs have one shape"
         )
     output = _relative(squares(first.outputs, second.outputs))
-    modules = {name: _relative(torch.stack(parts).sum(0)) for name, parts in second.apart.items()}
     if first.logits is None or second.logits is None:
         if targets is not None:
             raise ValueError(
                 "compare_outputs: targets were given, and the output is no logits; name them by logits=..."
             )
-        return OutputDistance(first.level, second.level, output, modules)
+        return OutputDistance(first.level, second.level, output)
     nats = _nats(first.logits, second.logits, targets, band)
-    return OutputDistance(first.level, second.level, output, modules, *nats)
+    return OutputDistance(first.level, second.level, output, *nats)
 
 
 def _nats(first: Tensor, second: Tensor, targets: Tensor | None, band: float) -> tuple[float | None, ...]:
