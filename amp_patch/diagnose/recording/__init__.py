@@ -7,11 +7,10 @@ Files:
 
 - `recorder.py`: `amp.record`: observes trainings
 - `run.py`: the figures of a recording, built from events
-- `step.py`: one step
+- `step.py`: one step, and losses that a GradScaler has scaled
 - `step_clock.py`: which part of a step runs, and its time
 - `activations.py`: the bytes that autograd saves in one step
 - `sampled_updates.py`: lost updates, in sampled steps
-- `scaler_losses.py`: losses that a GradScaler has scaled
 - `sizes.py`: bytes of the training's tensors
 - `peak_memory.py`: peak memory, from CUDA or the operating system
 - `module_names.py`: modules that can be kept in another precision

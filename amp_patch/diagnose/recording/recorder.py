@@ -25,10 +25,9 @@ from amp_patch.diagnose.recording.outbox import Outbox, UnreadEvent
 from amp_patch.diagnose.recording.peak_memory import PeakMemory
 from amp_patch.diagnose.recording.run import NATIVE, Event, Run
 from amp_patch.diagnose.recording.sampled_updates import SampledUpdates
-from amp_patch.diagnose.recording.scaler_losses import ScalerLosses
 from amp_patch.diagnose.recording.sinks import Sink, sinks_for
 from amp_patch.diagnose.recording.sizes import Sizes, alive
-from amp_patch.diagnose.recording.step import Body, first_tensor, sample, single_value, sizes_of
+from amp_patch.diagnose.recording.step import Body, ScalerLosses, first_tensor, sample, single_value, sizes_of
 from amp_patch.diagnose.recording.step_clock import StepClock
 from amp_patch.environment import name_of
 from amp_patch.policy import OPT_LEVELS

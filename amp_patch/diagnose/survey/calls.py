@@ -1,21 +1,22 @@
-"""`Call`: one call of a torch function in a surveyed step, as the rules of the survey receive it."""
+"""`Call`: one call of a torch function in a surveyed step, as the rules receive it; and `Finding`, which they yield."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp_patch.diagnose.survey.kinds import NONE, Facts, Kind, Kinds, Place
+from amp_patch.diagnose.survey.kinds import KINDS, NONE, Facts, Kind, Kinds, Place
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.scripts_line import INSTALLED, frames, frames_of
 
 _NOT_THE_USERS = ("torch", "amp_patch", "contextlib", "functools", "runpy")
@@ -202,3 +203,51 @@ def finite_range(tensor: Tensor) -> tuple[float, float]:
         return low, high
     finite = tensor[tensor.isfinite()]
     return finite_range(finite) if finite.numel() else (0.0, 0.0)
+
+
+class Finding(NamedTuple):
+    """One problem that levels would cause at a call.
+
+    Attributes:
+        kinds: the kinds of levels that would cause the problem.
+        what: the problem, in words.
+        edit: a change of user code that avoids the problem.
+        line: the line of user code at fault, if it is not the line of the call; else None.
+        op: the operation at fault, if it is not the function of the call; else "".
+        raises: whether the problem is an error, which a level without that error does not have.
+        served: whether `run` and `compare` train an unedited script without the problem.
+    """
+
+    kinds: Kinds
+    what: str
+    edit: str
+    line: Place | None = None
+    op: str = ""
+    raises: bool = False
+    served: bool = False
+
+
+Rule = Callable[[Call], Iterator[Finding]]
+
+
+def type_names(kinds: Iterable[Kind]) -> str:
+    return " and ".join(dict.fromkeys(kind.type_name for kind in sorted(kinds, key=KINDS.index)))
+
+
+def where(kinds: Kinds, happens: Callable[[torch.dtype], bool]) -> Kinds:
+    """Return the members of `kinds` for whose type `happens` returns True. Calls `happens` once for each type."""
+    types = [dtype for dtype in LOW_PRECISION if any(kind.dtype is dtype for kind in kinds) and happens(dtype)]
+    return frozenset(kind for kind in kinds if kind.dtype in types)
+
+
+def name_of(call: Call, at: int) -> str:
+    return call.inputs[at][1].name or f"an operand of {call.op}"
+
+
+def is_view(call: Call) -> bool:
+    """Return whether a call returns a view of its first input, and so computes no numbers."""
+    made, given = call.outputs, call.inputs
+    if not made or not given or call.func is None:
+        return False
+    one, other = made[0][0], given[0][0]
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one is not other

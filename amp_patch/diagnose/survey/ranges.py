@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.diagnose.survey.calls import Call
-from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, type_names, where
+from amp_patch.diagnose.survey.calls import Call, Finding, Rule, is_view, type_names, where
 from amp_patch.diagnose.survey.kinds import KINDS, Facts, Guard, Kind, Kinds
 from amp_patch.diagnose.survey.masks import is_two_valued_mask
 from amp_patch.diagnose.wording import figure

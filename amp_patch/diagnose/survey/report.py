@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from amp_patch.diagnose.survey.kinds import LEVELS, Place
@@ -78,29 +78,14 @@ class Report:
     measured: list[Measured] = field(default_factory=list)
     lost: dict[str, float] = field(default_factory=dict)
 
-    def add(
-        self,
-        place: Place,
-        op: str,
-        levels: Iterable[str],
-        what: str,
-        edit: str,
-        *,
-        module: str = "",
-        breaks: bool = True,
-        raises: bool = False,
-        served: bool = False,
-    ) -> None:
-        """Add a line. If the report has a line of the same `key`, add levels and module to that."""
-        key = (place.file, place.line, op, edit, breaks, served)
-        found = next((each for each in self.lines if each.key == key), None)
-        if found is None:
-            found = Line(place.file, place.line, place.called, op, [], what, edit, [], breaks, raises, served)
-            self.lines.append(found)
+    def add(self, line: Line) -> None:
+        """Add a line. If the report has a line of the same `key`, add levels and modules to that."""
+        found = next((each for each in self.lines if each.key == line.key), line)
+        if found is line:
+            self.lines.append(line)
             self.lines.sort(key=lambda each: (each.file, each.line))
-        if module and module not in found.modules:
-            found.modules.append(module)
-        found.levels = [level for level in LEVELS if level in found.levels or level in levels]
+        found.modules += [module for module in line.modules if module not in found.modules]
+        found.levels = [level for level in LEVELS if level in found.levels or level in line.levels]
 
     def add_measured(self, found: Measured) -> None:
         """Add the measurement of a level. If no line breaks the level so far, what the measurement tells is a line."""
@@ -113,8 +98,8 @@ class Report:
         line = found.line or (None if cause is None else cause.line) or Place("", 0)
         what = str(found).partition(": ")[2] + (f" ({cause})" if cause is not None and str(cause) else "")
         edit = "compute this in FP32" if cause is None else cause.edit
-        module = "" if cause is None else cause.module
-        self.add(line, "measured", found.levels, what, edit, module=module, raises=bool(found.raised))
+        modules = [cause.module] if cause is not None and cause.module else []
+        self.add(Line(*line, "measured", [*found.levels], what, edit, modules, raises=bool(found.raised)))
 
     @property
     def broken(self) -> list[str]:

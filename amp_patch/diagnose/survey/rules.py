@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from amp_patch.diagnose.survey.calls import Call
-from amp_patch.diagnose.survey.findings import Finding, Rule, is_view, name_of, type_names, where
+from amp_patch.diagnose.survey.calls import Call, Finding, Rule, is_view, name_of, type_names, where
 from amp_patch.diagnose.survey.kinds import CASTING, Facts, Kind, Kinds
 from amp_patch.diagnose.survey.masks import is_two_valued_mask
 from amp_patch.diagnose.survey.ranges import RANGES

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from amp_patch.diagnose.call_log import on_gradient
 from amp_patch.diagnose.lost_updates import UpdateMeter
 from amp_patch.diagnose.survey import measured
-from amp_patch.diagnose.survey.calls import LOWERING, Call, running_module, running_optimizer, user_line
+from amp_patch.diagnose.survey.calls import LOWERING, Call, Finding, running_module, running_optimizer, user_line
 from amp_patch.diagnose.survey.kinds import CASTING, KINDS, LEVELS, STORED, Place
-from amp_patch.diagnose.survey.report import Report
-from amp_patch.diagnose.survey.rules import RULES, Finding
+from amp_patch.diagnose.survey.report import Line, Report
+from amp_patch.diagnose.survey.rules import RULES
 from amp_patch.diagnose.survey.steps import Case
 from amp_patch.diagnose.survey.visit import Visitor
 from amp_patch.diagnose.trial_forward import state_restored
@@ -94,12 +94,11 @@ class Surveyor:
 
     def _note(self, call: Call, finding: Finding) -> None:
         levels = [level for kind in finding.kinds for level in kind.levels]
-        line = finding.line or call.line
-        module = running_module(self._names)
-        op = finding.op or call.op
-        breaks = not (finding.served and self.unedited)
-        told = {"breaks": breaks, "raises": finding.raises, "served": finding.served}
-        self.report.add(line, op, levels, finding.what, finding.edit, module=module, **told)
+        modules = [name] if (name := running_module(self._names)) else []
+        op, breaks = finding.op or call.op, not (finding.served and self.unedited)
+        line = Line(*(finding.line or call.line), op, levels, finding.what, finding.edit, modules, breaks=breaks)
+        line.raises, line.served = finding.raises, finding.served
+        self.report.add(line)
 
     def _take(self, tensor: Tensor) -> None:
         """Report an attribute that a hook of the backward has stored in a parameter, if an optimizer's method reads it.
@@ -112,7 +111,7 @@ class Surveyor:
         if name is not None and id(tensor) not in self._stored:
             what = f"the backward stores {name!r} in the model's parameters; the optimizer holds masters, which lack it"
             edit = f"read {name!r} from the model's parameters, and give the optimizer's a gradient; or O3"
-            self.report.add(user_line(), name, _WITH_MASTERS, what, edit, raises=True)
+            self.report.add(Line(*user_line(), name, [*_WITH_MASTERS], what, edit, raises=True))
             self._visitor.facts[tensor] = STORED
 
     # Gradients.
@@ -138,7 +137,8 @@ class Surveyor:
                 what = (
                     f"{100 * lost / total:.0f} % of the gradient of {op} is below FP16's smallest at a loss scale of 1"
                 )
-                self.report.add(line, op, [_UNSCALED], what, 'loss_scale="dynamic", which O1 and O2 have')
+                edit = 'loss_scale="dynamic", which O1 and O2 have'
+                self.report.add(Line(*line, op, [_UNSCALED], what, edit))
 
     # Updates.
 
@@ -152,7 +152,8 @@ class Surveyor:
             for eps in [group.get("eps") for group in optimizer.param_groups]:
                 if isinstance(eps, float) and _FP16.vanishes(eps):
                     what = f"eps={eps:g} of {type(optimizer).__name__} is 0 in FP16, and a gradient of 0 gives 0 / 0"
-                    self.report.add(user_line(), "step", [_UNSCALED], what, "eps=1e-4, or O2, which steps in FP32")
+                    edit = "eps=1e-4, or O2, which steps in FP32"
+                    self.report.add(Line(*user_line(), "step", [_UNSCALED], what, edit))
         if self._meter is None and self._visitor.active:
             names = {id(p): name for model in self._visitor.models for name, p in model.named_parameters()}
             self._visitor.active = not type(optimizer).step.__module__.startswith("torch.")
