@@ -51,9 +51,12 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     """
     distributed.refuse(model, "explain")
     model = uncompiled(model)
-    with torch.no_grad(), state_restored(model), _explaining(model) as explanation:
+    if _of_thread.explains:
+        raise RuntimeError("explain: called within a forward that is being explained; call it outside of the model")
+    with torch.no_grad(), state_restored(model), _one_at_a_time, ExitStack() as stack:
+        log = _TypeLog(model, stack)
         model(*inputs, **kwargs)
-    return explanation
+    return log.explanation
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,19 +73,6 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-@contextmanager
-def _explaining(model: nn.Module) -> Iterator[Explanation]:
-    if _of_thread.explains:
-        raise RuntimeError("explain: called within a forward that is being explained; call it outside of the model")
-    with _one_at_a_time:
-        log = _TypeLog(model)
-        try:
-            log.start()
-            yield log.explanation
-        finally:
-            log.stop()
-
-
 class _TypeLog(CallLog):
     """Logs the calls of one forward on this thread, with their types.
 
@@ -92,9 +82,9 @@ class _TypeLog(CallLog):
     these inner calls, only those of functions with a frame are logged.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stack: ExitStack) -> None:
+        """Replace torch's functions until `stack` closes."""
         super().__init__()
-        self.model = model
         # A wrapper (DistributedDataParallel) has no policy: take that of the first module inside that has one.
         policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
         self.explanation = Explanation(policy, _kept(model, policy))
@@ -103,12 +93,7 @@ class _TypeLog(CallLog):
         self.inside = False  # whether a function runs whose inner calls are not logged
         self.expected: Any = None  # the function that a spy is about to call: the mode must not log it a second time
         self.originals: dict[int, Any] = {}  # id of a frame -> the function that it replaces
-        self.stack = ExitStack()
-
-    def start(self) -> None:
-        stack = self.stack
-        inner = ((name, module) for name, module in self.model.named_modules() if module is not self.model)
-        self.hook(inner, stack)
+        self.hook(((name, module) for name, module in model.named_modules() if module is not model), stack)
         patches = Patches()
         stack.callback(patches.remove)
         patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
@@ -121,9 +106,6 @@ class _TypeLog(CallLog):
         stack.enter_context(self)
         stack.callback(setattr, _of_thread, "explains", False)
         _of_thread.explains = True
-
-    def stop(self) -> None:
-        self.stack.close()
 
     def is_logging(self) -> bool:
         return _of_thread.explains
