@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_patch.training.innermost import innermost
 from amp_patch.training.observers import Observer
 
 
 class FoundScaler(Observer):
-    """Knows the scale of the running backward pass, and calls back around each `unscale_` and `step` of a scaler.
+    """Knows the scale of the running backward pass.
 
     Args:
         scaler: the scaler to ask for the scale. With None, each loss has the scale of the scaler that scaled it.
-        targets: the optimizers; a call of a scaler for another optimizer is ignored.
-        begins: called before a scaler unscales or steps a target: with False if it unscales, with True if it steps.
-        ends: called after a scaler has unscaled or stepped a target: with True after a step, taken or skipped;
-            otherwise with False.
 
     Attributes:
         scaler: the scaler that was passed, or else the last one found.
     """
 
-    def __init__(
-        self, scaler: Any, targets: list[Any], begins: Callable[[bool], None], ends: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
         self._given = scaler is not None
-        self._targets = targets
-        self._begins, self._ends = begins, ends
         self._backward_scale: Tensor | None = None  # the scale of the running backward pass
 
     def scale(self) -> Tensor | None:
@@ -58,22 +48,3 @@ class FoundScaler(Observer):
 
     def _backward_ends(self) -> None:
         self._backward_scale = None
-
-    def scaler_unscales(self, scaler: Any, optimizer: Any) -> None:
-        if self._is_target(optimizer):
-            self._begins(False)
-
-    def scaler_unscaled(self, scaler: Any, optimizer: Any) -> None:
-        if self._is_target(optimizer):
-            self._ends(False)
-
-    def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
-        if self._is_target(optimizer):
-            self._begins(True)
-
-    def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Any) -> None:
-        if self._is_target(optimizer):
-            self._ends(skipped is not None)
-
-    def _is_target(self, optimizer: Any) -> bool:
-        return any(innermost(optimizer) is target for target in self._targets)

@@ -32,7 +32,7 @@ from amp_patch.support.devices import widest
 from amp_patch.support.words import of_class
 from amp_patch.training import observers
 from amp_patch.training.innermost import as_list, innermost
-from amp_patch.watch import questions
+from amp_patch.watch import questions, scaler_events
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -131,7 +131,7 @@ class _unlogged:
         _NumberLog.busy = self.before
 
 
-class _NumberLog(CallLog):
+class _NumberLog(CallLog, observers.Observer):
     """Logs the calls of a step, and the lowest and highest value of each tensor in them and of its gradient.
 
     Does not sync before `conclude`. Several logs may be active at once; they share `busy`.
@@ -142,9 +142,10 @@ class _NumberLog(CallLog):
     def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
         self.seen, self.targets = seen, targets
-        self.found = FoundScaler(scaler, targets, self._scaler_begins, self._scaler_ends)
-        observers.add(self.found)
-        stack.callback(observers.remove, self.found)
+        self.found = FoundScaler(scaler)
+        for observer in (self.found, self):
+            observers.add(observer)
+            stack.callback(observers.remove, observer)
         self.steps_before = 0  # `seen.step` when a scaler began a step
         self.model = model
         self.called: set[str] = set()
@@ -185,7 +186,8 @@ class _NumberLog(CallLog):
 
     def passes_over(self, func: Any) -> bool:
         is_attribute = getattr(func, "__name__", "") in _ATTRIBUTES and func != _GRAD
-        return self.stepping or self.seen.not_finite is not None or is_attribute or in_backward()
+        is_over = self.seen.not_finite is not None or self.stepping
+        return is_over or is_attribute or scaler_events.runs() or in_backward()
 
     def log(self, func: Any, args: Any, kwargs: Any) -> Any:
         op = getattr(func, "__name__", str(func))
@@ -328,16 +330,14 @@ class _NumberLog(CallLog):
         self.stepping = False
         self.seen.step += 1
 
-    def _scaler_begins(self, steps: bool) -> None:
-        self.stepping = True  # the scaler's calls are not the model's
+    def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
         self.steps_before = self.seen.step
-        if steps:
+        if innermost(optimizer) in self.targets:
             self.conclude()
 
-    def _scaler_ends(self, stepped: bool) -> None:
-        self.stepping = False
-        if stepped and self.seen.step == self.steps_before:  # a skipped step: the optimizer's post-hook did not run
-            self.seen.step += 1
+    def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Any) -> None:
+        was_skipped = skipped is not None and self.seen.step == self.steps_before  # the optimizer's hook did not run
+        self.seen.step += was_skipped and innermost(optimizer) in self.targets
 
     def conclude(self) -> None:
         """Find the call that made this step's first non-finite number, and read the modules' errors. Syncs once."""

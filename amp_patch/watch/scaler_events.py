@@ -28,6 +28,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def runs() -> bool:
+    """Tell whether a scaler's method is running on this thread, while there are observers."""
+    return _thread.inside
+
+
 def install(patches: Patches) -> None:
     """Make GradScalers notify the observers, until `patches` are removed."""
     tellers = {"scale": _scaling, "unscale_": _unscaling, "step": _stepping}

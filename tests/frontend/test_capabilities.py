@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_runs import made_up_look, made_up_run
+from compared_runs import made_up_run
 from torch import nn
 from training import DUPLICATES, assert_unchanged, convnet, images
 
@@ -84,7 +84,6 @@ VALUES: dict[str, Callable[[], Any]] = {
     "GradScaler, disabled": lambda: amp.GradScaler("cpu", enabled=False),
     "Apex's scaler": apexs_scaler,
     "run": lambda: made_up_run("O2", 0),
-    "look": made_up_look,
     "comparison": comparison,
     "results of levels": lambda: comparison().levels,
     "inspection": inspection,
