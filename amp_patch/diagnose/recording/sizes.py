@@ -61,8 +61,7 @@ class Sizes:
 
     def first_weights(self) -> list[Tensor | float]:
         """Return up to four elements of each of the models' first parameters, on their devices."""
-        models = [model for training in self._trainings for model in alive(training.models)]
-        params = [param for model in models for param in model.parameters()]
+        params = [param for model in self._models() for param in model.parameters()]
         return [element for param in params[:_PARAMS] for element in sample(param, 4)]
 
     def device(self) -> torch.device:
@@ -71,8 +70,8 @@ class Sizes:
 
     def at_rest(self) -> list[Tensor]:
         """Return the tensors that live between steps: parameters and buffers."""
-        models = [model for training in self._trainings for model in alive(training.models)]
-        return [*(param for param, _ in self._pairs()), *(buffer for model in models for buffer in model.buffers())]
+        buffers = [buffer for model in self._models() for buffer in model.buffers()]
+        return [param for param, _ in self._pairs()] + buffers
 
     @eager_only
     def measure(self) -> None:
@@ -102,6 +101,9 @@ class Sizes:
         """Return the trainings' optimizers that still exist and are in no later training."""
         return [optimizer for training in self._trainings for optimizer in training.own_optimizers()]
 
+    def _models(self) -> list[Any]:
+        return [model for training in self._trainings for model in alive(training.models)]
+
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers() for group in optimizer.param_groups]
 
@@ -112,8 +114,7 @@ class Sizes:
         """
         pairs = [pair for optimizer in self._optimizers() for pair in questions.pairs_of(optimizer)]
         known = {id(param) for param, _ in pairs}
-        models = [model for training in self._trainings for model in alive(training.models)]
-        return pairs + [(p, p) for model in models for p in model.parameters() if id(p) not in known]
+        return pairs + [(p, p) for model in self._models() for p in model.parameters() if id(p) not in known]
 
 
 def alive(refs: Iterable[Any]) -> list[Any]:

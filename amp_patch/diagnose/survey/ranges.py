@@ -19,7 +19,6 @@ _NATS = 1.0  # a rounding error above this in a softmax's largest argument is re
 _TINY = 2.0**-14  # a guard matters only if a guarded number is smaller than this
 _POLES = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow")
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
-_NORMS = {"batch_norm": "channels", "instance_norm": "rows", "group_norm": "all", "layer_norm": "last", "rms_norm": ""}
 
 
 def _overflows(call: Call) -> Iterator[Finding]:
@@ -189,16 +188,11 @@ def _softmax_is_coarse(call: Call) -> Iterator[Finding]:
 
 def _norms_are_of_noise(call: Call) -> Iterator[Finding]:
     """Find norms of an input most of which spreads so little that rounding changes more than `_SHARE` of its spread."""
-    if call.op not in _NORMS or not call.inputs or not call.low():
+    if "norm" not in call.op or not call.inputs or not call.low():
         return
     tensor, facts = call.inputs[0]
-    dims = {
-        "channels": [0, *range(2, tensor.dim())],
-        "rows": list(range(2, tensor.dim())),
-        "all": list(range(1, tensor.dim())),
-        "last": [-1],
-        "": [],
-    }[_NORMS[call.op]]
+    rest = [*range(2, tensor.dim())]
+    dims = {"batch_norm": [0, *rest], "instance_norm": rest, "group_norm": [1, *rest], "layer_norm": [-1]}.get(call.op)
     if not dims or tensor.numel() < 2:
         return
     x = tensor.detach()
