@@ -13,11 +13,10 @@ Files:
 - `first_step.py`: the survey of a script's first step
 - `visit.py`: the mode that follows each tensor
 - `kinds.py`: levels that compute alike, and the facts of a tensor at each
-- `calls.py`: one call, its line of user code, and what a rule yields for it
+- `calls.py`: one call, its line of user code, whether `run` serves it, and what a rule yields for it
 - `rules.py`: rules: one function for each
 - `ranges.py`: rules on the range of a type
 - `masks.py`: masks that are added to scores
-- `served.py`: the problems that `run` and `compare` correct in an unedited script
 - `report.py`: the result of `survey`
 - `measured.py`: the measurement of a level: errors beside FP32, and what rounding explains of them
 - `steps.py`: one step of a model and its loss, at a level, in FP32 or as an ideal run; errors between two steps

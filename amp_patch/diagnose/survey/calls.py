@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_patch.casts.mixed_operands import MixedOperands
 from amp_patch.diagnose.survey.kinds import KINDS, NONE, Facts, Kind, Kinds, Place
-from amp_patch.policy import LOW_PRECISION
+from amp_patch.model.type_errors import is_about_types
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 from amp_patch.support.scripts_line import INSTALLED, frames, frames_of
 
 _NOT_THE_USERS = ("torch", "amp_patch", "contextlib", "functools", "runpy")
@@ -203,6 +205,23 @@ def finite_range(tensor: Tensor) -> tuple[float, float]:
         return low, high
     finite = tensor[tensor.isfinite()]
     return finite_range(finite) if finite.numel() else (0.0, 0.0)
+
+
+def mends(call: Call, kind: Kind, error: Exception, args: Any, kwargs: Any) -> bool:
+    """Return whether `run` mends the `error` of a call with the arguments of `kind`.
+
+    It does so in forwards of cast models, if types mix: it repeats the forward, in which such calls are cast as at O1.
+    """
+    if not (call.inside and kind.casts and isinstance(error, RuntimeError) and is_about_types(error)):
+        return False
+    if call.in_place and kind not in call.low():
+        return False  # the arguments share memory with the script's own
+    try:
+        with torch.no_grad(), torch._C._EnableTorchFunction(), MixedOperands(OPT_LEVELS[kind.levels[0]]):
+            call.func(*args, **kwargs)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 class Finding(NamedTuple):

@@ -14,15 +14,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casts.install import rule_of
 from amp_patch.diagnose.call_log import eagerly
-from amp_patch.diagnose.survey.calls import LOWERING, Call, finite_range, in_place, only_once
+from amp_patch.diagnose.survey.calls import LOWERING, Call, finite_range, in_place, mends, only_once
 from amp_patch.diagnose.survey.kinds import CASTING, KINDS, NONE, NOTHING, STORED, Facts, Kind, Kinds, cast, uncast
 from amp_patch.diagnose.survey.masks import adds_mask, mask_at
-from amp_patch.diagnose.survey.served import averages_that_run_keeps, mends
 from amp_patch.model.keep_fp32 import has_forward, is_batch_norm, kept_modules
 from amp_patch.model.masks import saturate
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support.compiled import in_backward
 from amp_patch.support.tree import batch_tensors, map_tensors, tensors
+from amp_patch.watch.averages import averages_in
 
 _RAISING = ("fp32", "loss", "norm", "direction", "inexact")
 _SERVED = (
@@ -89,7 +89,8 @@ class Visitor(TorchFunctionMode):
         kept = [m for m in kept_modules([model], OPT_LEVELS["O2"], ()) if has_forward(m)]
         stays = {id(inner) for module in kept for inner in module.modules()}
         held = {id(param) for param in trained}
-        self.averages |= averages_that_run_keeps(model, held)
+        averages = averages_in([model], held).items()
+        self.averages |= {f"{path}.{name}" for average, path in averages for name in average.state_dict()}
         for path, module in model.named_modules():
             for name, param in module.named_parameters(recurse=False):
                 if _floats(param):
