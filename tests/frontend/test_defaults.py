@@ -181,7 +181,7 @@ def looked_at(told: Told) -> Any:
             training.backward(told.loss(step) * (torch.inf if step == 1 else 1), optimizer)
             optimizer.step()
             optimizer.zero_grad()
-    gradients = {name: histogram.to_dict() for name, histogram in seen.gradients.items()}
+    gradients = {name: histogram.counts for name, histogram in seen.gradients.items()}
     safe = amp.find_loss_scale(model, F.cross_entropy, told.batches[4])
     copied = training.weights(amp.fp32_copy(model))
     return str(seen), gradients, run.loss, run.scale, run.skipped, run.activations, tuple(safe), copied
