@@ -81,11 +81,7 @@ def modules() -> Iterator[tuple[str, ModuleType]]:
     yield "apex", package
     for info in pkgutil.walk_packages(package.__path__, prefix=f"{__name__}."):
         name = info.name.removeprefix(f"{__name__}.")
-        top, _, below = name.partition(".")
-        if top not in TOP_LEVEL:
-            yield f"apex.{name}", importlib.import_module(info.name)
-        elif not below:  # Apex's extensions have no modules below them
-            yield top, importlib.import_module(info.name)
+        yield name if name in TOP_LEVEL else f"apex.{name}", importlib.import_module(info.name)
 
 
 def _real(name: str) -> ModuleType | None:

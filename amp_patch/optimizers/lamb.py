@@ -72,7 +72,6 @@ def lamb_update(
     grad_averaging: bool,
     grad_norm: Tensor,
     max_grad_norm: float | None,
-    decays: Tensor | None = None,
 ) -> list[Tensor]:
     """Return LAMB's update `u` of each parameter, as new tensors; write m and v in place::
 
@@ -81,8 +80,7 @@ def lamb_update(
         v = beta2 * v + (1 - beta2) * g * g
         u = (m / correction1) / (sqrt(v / correction2) + eps) + weight_decay * p
 
-    If not `decoupled`, `weight_decay * p` is added to the clipped g instead. `decays`, of shape [len(p)], has one more
-    weight decay for each parameter, which is added to u. The lists are in the form of `computable`.
+    If not `decoupled`, `weight_decay * p` is added to the clipped g instead. The lists are in the form of `computable`.
     """
     if max_grad_norm is not None:
         norm = grad_norm.reshape(()).to(p[0])
@@ -100,8 +98,6 @@ def lamb_update(
     torch._foreach_div_(updates, denominators)
     if decoupled and weight_decay:
         torch._foreach_add_(updates, p, alpha=weight_decay)
-    if decays is not None:
-        torch._foreach_add_(updates, torch._foreach_mul(p, list(decays.to(p[0]).unbind())))
     return updates
 
 

@@ -13,8 +13,6 @@ DIFFERENCES = {
     "backward pass on; the loss scale stays above 2**-24 unless min_loss_scale says otherwise; optimizer.step(closure) "
     "is refused where losses are scaled; at O2 too a gradient that the script sets to None before the step is not "
     "applied",
-    r"apex\.amp\.initialize\(\)\.combine_ddp": "Huawei's, the only one of its arguments; by name only; needs no "
-    "combine_grad, and works at every level; gradients are sent after the backward pass, not during it",
     r"apex\.amp\.scale_loss": "where gradients add up, only the first overflow before a step moves the scale; a static "
     "one skips steps too",
     r"apex\.amp\.disable_casts": "acts on its own thread only; works at every level",
@@ -49,7 +47,7 @@ DIFFERENCES = {
     r"apex\.multi_tensor_apply\.(multi_tensor_applier|MultiTensorApply)": "available is True without the extension "
     "too; the chunk size has no effect",
     r"amp_C\.multi_tensor_adam_capturable\w*": "is refused when it is called",
-    r"amp_C\.multi_tensor_(sgd|adam|adagrad|novograd|lamb)\w*": "gradients are only read: Apex's multi_tensor_lamb "
+    r"amp_C\.multi_tensor_(sgd|adam|lamb)": "gradients are only read: Apex's multi_tensor_lamb "
     "leaves the update in them",
     r"amp_C\.\w+": "a product that overflows on its cast raises the flag too",
 }

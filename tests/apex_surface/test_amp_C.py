@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 
@@ -112,35 +111,19 @@ def test_axpby(arg_to_check, raised_by, device):
 
 @on_devices
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["multi_tensor_l2norm", "multi_tensor_l2norm_mp"])
-def test_l2norm(name, dtype, device):
+def test_l2norm(dtype, device):
     grads, flag = tensors(dtype=dtype, device=device), buffer(device)
-    norm, _ = multi_tensor_applier(getattr(amp_C, name), flag, [grads], False)
+    norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [grads], False)
     assert norm.shape == (1,) and norm.dtype is torch.float32 and norm.device.type == device
     assert norm.item() == pytest.approx(reference.l2norm(grads).item(), rel=1e-6)
-    norm, each = getattr(amp_C, name)(CHUNK, flag, [grads], True)
+    norm, each = amp_C.multi_tensor_l2norm(CHUNK, flag, [grads], True)
     assert each.shape == (len(grads),)
     assert torch.allclose(each, torch.stack([t.float().norm() for t in grads]))
-    assert getattr(amp_C, name)(CHUNK, flag, [grads])[1].shape == (0,)
+    assert amp_C.multi_tensor_l2norm(CHUNK, flag, [grads])[1].shape == (0,)
     assert flag.item() == 0
     grads[0][0, 0] = math.nan
-    norm, _ = getattr(amp_C, name)(CHUNK, flag, [grads], False)
+    norm, _ = amp_C.multi_tensor_l2norm(CHUNK, flag, [grads], False)
     assert norm.isnan() and flag.item() == 1
-
-
-@on_devices
-def test_l2norm_scale_and_unscale_l2norm(device):
-    grads, flag = tensors(dtype=torch.float16, device=device), buffer(device)
-    out = [torch.empty_like(t, dtype=torch.float32) for t in grads]
-    norm, each = amp_C.multi_tensor_l2norm_scale(CHUNK, flag, [grads, out], 0.25, True)
-    assert same(out, [reference.scale(t, torch.float32, 0.25) for t in grads])
-    assert norm.item() == pytest.approx(reference.l2norm(grads).item(), rel=1e-6) and each.shape == (len(grads),)
-    before = copy.deepcopy(grads)
-    inverse = torch.tensor([0.25], device=device)
-    unscaled, each = amp_C.multi_tensor_unscale_l2norm(CHUNK, flag, [grads], inverse, True)
-    assert unscaled.item() == pytest.approx(reference.l2norm(out).item(), rel=1e-6)
-    assert torch.allclose(each, torch.stack([t.norm() for t in out]))
-    assert same(grads, before) and flag.item() == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,23 +152,14 @@ def test_wrong_calls_are_refused_by_name(call, error, message):
 
 @pytest.mark.parametrize("name", [n for n in amp_C.__all__ if n.startswith("multi_tensor") and "capturable" not in n])
 def test_lists_of_nothing_are_legal(name):
-    lists = {"adam": 4, "lamb": 4, "lamb_stage1_cuda": 5}
-    lists |= {"sgd": 3, "adagrad": 3, "novograd": 3, "axpby": 3, "scale": 2, "l2norm_scale": 2, "lamb_stage2_cuda": 2}
-    one, none = torch.ones(1), torch.zeros(0)
+    lists = {"adam": 4, "lamb": 4, "sgd": 3, "axpby": 3, "scale": 2}
     rest = {
         "scale": (1.0,),
         "axpby": (1.0, 1.0, -1),
         "l2norm": (),
-        "l2norm_mp": (),
-        "l2norm_scale": (1.0,),
-        "unscale_l2norm": (one,),
         "sgd": (0.1, 0.9, 0.0, 0.1, False, True, False, 1.0),
         "adam": (0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.1),
-        "adagrad": (0.1, 1e-8, 1, 0.1),
-        "novograd": (none, 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 1, 2),
-        "lamb": (0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 1, one, 1.0),
-        "lamb_stage1_cuda": (none, 0, 0.9, 0.9, 1e-8, one, 1.0),
-        "lamb_stage2_cuda": (none, none, 0.1, 0.1),
+        "lamb": (0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 1, torch.ones(1), 1.0),
     }
     short, flag = name.removeprefix("multi_tensor_"), buffer()
     getattr(amp_C, name)(CHUNK, flag, [[] for _ in range(lists.get(short, 1))], *rest[short])

@@ -7,14 +7,14 @@ import copy
 import pytest
 import reference_optimizers
 import torch
-from apexed import CHUNK, SHAPES, buffer, on_devices, tensors, zeros
+from apexed import CHUNK, buffer, on_devices, tensors, zeros
 from conftest import DTYPES
 from syncs import count
 from training import same
 
 from amp_patch.apex import amp_C
 from amp_patch.apex.multi_tensor_apply import multi_tensor_applier
-from amp_patch.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from amp_patch.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 
 def of_optimizer(make, flags, names, steps=3, dtype=torch.float32):
@@ -90,29 +90,6 @@ def test_sgd_of_half_gradients_masters_and_copies_obeys_the_flag(after, device):
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_adagrad(mode):
-    params, sums = tensors(), zeros()
-    for step in range(3):
-        lists = [tensors(10 + step), params, sums]
-        multi_tensor_applier(amp_C.multi_tensor_adagrad, buffer(), lists, 0.05, 1e-10, mode, 0.1)
-    flags = {"lr": 0.05, "weight_decay": 0.1, "adagrad_w_mode": mode == 1}
-    wanted, states = of_optimizer(FusedAdagrad, flags, ["sum"])
-    assert same(params, wanted) and same(sums, states[0])
-
-
-@pytest.mark.parametrize("norm_type", [0, 2])
-@pytest.mark.parametrize("mode", [0, 1])
-def test_novograd(mode, norm_type):
-    params, m, norms, flag = tensors(), zeros(), torch.zeros(len(SHAPES)), buffer()
-    for step in range(3):
-        arguments = (norms, 0.01, 0.95, 0.98, 1e-8, step + 1, 1, 0.1, 1, mode, norm_type)
-        multi_tensor_applier(amp_C.multi_tensor_novograd, flag, [tensors(10 + step), params, m], *arguments)
-    flags = {"lr": 0.01, "betas": (0.95, 0.98), "weight_decay": 0.1, "norm_type": norm_type, "init_zero": True}
-    wanted, states = of_optimizer(FusedNovoGrad, {**flags, "reg_inside_moment": mode == 0}, ["exp_avg"])
-    assert same(params, wanted) and same(m, states[0]) and flag.item() == 0
-
-
-@pytest.mark.parametrize("mode", [0, 1])
 def test_lamb(mode):
     params, m, v, flag = tensors(), zeros(), zeros(), buffer()
     for step in range(3):
@@ -123,30 +100,6 @@ def test_lamb(mode):
     flags = {"lr": 0.01, "betas": (0.9, 0.99), "adam_w_mode": mode == 1}
     wanted, states = of_optimizer(FusedLAMB, flags, ["exp_avg", "exp_avg_sq"])
     assert same(params, wanted) and same(m, states[0]) and same(v, states[1])
-
-
-@on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_lamb_in_two_stages(dtype, device):
-    """The calls of BERT's optimizers: half gradients, masters, a weight decay for each parameter."""
-    params, grads = tensors(device=device), tensors(10, dtype, device)
-    m, v, updates = ([torch.zeros_like(t) for t in params] for _ in range(3))
-    twins, states = [t.double() for t in params], [{} for _ in params]
-    flag, decays = buffer(device), torch.full((len(params),), 0.01, device=device)
-    norm = amp_C.multi_tensor_l2norm(CHUNK, flag, [grads], False)[0]
-
-    def both():
-        amp_C.multi_tensor_lamb_stage1_cuda(
-            CHUNK, flag, [grads, params, m, v, updates], decays, 0, 0.9, 0.999, 1e-6, norm, 1.0
-        )
-        param_norms = amp_C.multi_tensor_l2norm(CHUNK, flag, [params], True)[1]
-        update_norms = amp_C.multi_tensor_l2norm(CHUNK, flag, [updates], True)[1]
-        amp_C.multi_tensor_lamb_stage2_cuda(CHUNK, flag, [params, updates], param_norms, update_norms, 0.01, 0.01)
-
-    assert count(device, both) == 0
-    reference_optimizers.lamb(twins, [g.double() for g in grads], states, 1, lr=0.01)
-    assert all(torch.allclose(p.double(), q, rtol=2e-6) for p, q in zip(params, twins, strict=True))
-    assert all(torch.allclose(t.double(), s["exp_avg"], rtol=2e-6) for t, s in zip(m, states, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

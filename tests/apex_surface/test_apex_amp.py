@@ -14,7 +14,7 @@ from training import SGD, linear
 NAMES = {
     "apex.amp": "init half_function float_function promote_function register_half_function register_float_function "
     "register_promote_function initialize scale_loss disable_casts master_params load_state_dict state_dict _amp_state",
-    "apex.amp.frontend": "Properties O0 O1 O2 O3 opt_levels initialize state_dict load_state_dict",
+    "apex.amp.frontend": "Properties initialize state_dict load_state_dict",
     "apex.amp.scaler": "LossScaler",
     "apex.amp.handle": "scale_loss disable_casts AmpHandle NoOpHandle",
     "apex.amp.opt": "OptimWrapper",

@@ -78,22 +78,15 @@ def test_a_separate_scaler_unscales(amp, device, dtype):
     master_grads = [torch.empty(2, device=device), None]
     scaler.unscale(model_grads, master_grads, scaler.loss_scale())
     assert master_grads[0].tolist() == [1.0, 2.0]
-    stashed = [torch.tensor([0.5, 0.5], device=device)]
-    scaler.unscale_with_stashed(model_grads[:1], stashed, master_grads[:1])
-    assert master_grads[0].tolist() == [1.5, 2.5]
-    scaler.unscale_with_stashed(model_grads[:1], stashed, master_grads[:1], scale_override=(2.0, 0.5, 1.0))
-    assert master_grads[0].tolist() == [3.0, 5.0]
+    scaler.unscale(model_grads, master_grads, scale_override=2.0)
+    assert master_grads[0].tolist() == [2.0, 4.0]
     assert scaler.update_scale() is False and scaler._has_overflow is False
 
 
-@pytest.mark.parametrize("stashed", [False, True])
-def test_a_separate_scaler_keeps_its_overflow_until_it_is_cleared(amp, stashed):
+def test_a_separate_scaler_keeps_its_overflow_until_it_is_cleared(amp):
     scaler = amp.scaler.LossScaler("dynamic")
     bad, good, out = torch.tensor([INF]), torch.tensor([2.0**16]), torch.tensor([7.0])
-    if stashed:
-        scaler.unscale_with_stashed([bad], [torch.zeros(1)], [out])
-    else:
-        scaler.unscale([bad], [out], None)
+    scaler.unscale([bad], [out], None)
     assert scaler.update_scale() is True and scaler.loss_scale() == 2.0**15
     out.fill_(7.0)
     scaler.unscale([good], [out], None)

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from interrupts import Interrupt, Training, surroundings
 from torch import Tensor
 
 from amp_patch import amp
-from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.training.scaled_backward import ScaledBackward
 
@@ -43,16 +41,12 @@ def test_ctrl_c_as_scale_loss_closes():
     training.iteration("second")
 
 
-@pytest.mark.parametrize("around", ["OptimWrapper", "combine_ddp"])
-def test_ctrl_c_as_what_apex_has_around_scale_loss_closes(around, monkeypatch):
-    monkeypatch.setattr(_forks, "_average", lambda targets: None)  # which needs other processes
+def test_ctrl_c_as_what_apex_has_around_scale_loss_closes():
     training, before = Training("O2"), surroundings()
     handle = SimpleNamespace(is_active=lambda: True)
 
     def scaling(loss: Tensor) -> Any:
-        if around == "OptimWrapper":
-            return OptimWrapper(training.optimizer, handle, num_loss=1).scale_loss(loss)
-        return _forks.averaged(amp.scale_loss(loss, training.optimizer), training.optimizer)
+        return OptimWrapper(training.optimizer, handle, num_loss=1).scale_loss(loss)
 
     def run() -> None:
         with scaling(training.loss("first")) as scaled_loss:

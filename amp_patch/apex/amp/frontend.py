@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import distributed
 
-from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
@@ -16,7 +16,8 @@ from amp_patch.environment import overridden, without_rungs
 from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
 from amp_patch.frontend import state_dict as scales
-from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
+from amp_patch.policy import Options, Policy, resolve
+from amp_patch.support.scripts_line import frames
 from amp_patch.support.words import names_arguments
 from amp_patch.training.innermost import as_list
 from amp_patch.training.stash import stash_of
@@ -26,19 +27,7 @@ _CASTS_FUNCTIONS = ("O1", "O4")
 # Options that a level sets, in the order of reported contradictions.
 _CONSTRAINED = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
 
-__all__ = [
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    "O4",
-    "O5",
-    "Properties",
-    "initialize",
-    "load_state_dict",
-    "opt_levels",
-    "state_dict",
-]
+__all__ = ["Properties", "initialize", "load_state_dict", "state_dict"]
 
 
 class Properties:
@@ -46,7 +35,7 @@ class Properties:
 
     Setting an option to a value that contradicts the level raises RuntimeError (see `warn_or_err`).
 
-    Source: Apex's class of this name, with its options and its order of constraints. `combine_ddp` is Huawei's option.
+    Source: Apex's class of this name, with its options and its order of constraints.
     """
 
     options: dict[str, Any]
@@ -60,7 +49,6 @@ class Properties:
             "keep_batchnorm_fp32": None,
             "master_weights": None,
             "loss_scale": 1.0,
-            "combine_ddp": None,
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -97,28 +85,6 @@ def _objection(opt_level: str | None, name: str, value: Any) -> str | None:
     return None
 
 
-class _Level:
-    """An opt level. `level(properties)` sets the options of a `Properties` to the level's; returns `properties`."""
-
-    brief: str
-
-    def __call__(self, properties: Properties) -> Properties:
-        return _describe(OPT_LEVELS[type(self).__name__], properties)
-
-
-_BRIEFS = {
-    "O3": "Pure FP16 training.",
-    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
-    "O1": "Insert automatic casts around Pytorch functions and Tensor methods.",
-    "O0": "Pure FP32 training.",
-    "O4": "Insert automatic casts around Pytorch functions and Tensor methods, to BFLOAT16.",
-    "O5": "BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
-}
-_LEVELS = {name: type(name, (_Level,), {"brief": f"{name}:  {brief}"}) for name, brief in _BRIEFS.items()}
-O3, O2, O1, O0, O4, O5 = _LEVELS.values()
-opt_levels = {name: level() for name, level in _LEVELS.items()}
-
-
 @names_arguments
 def initialize(
     models: Any,
@@ -142,20 +108,15 @@ def initialize(
     cpu_half: str | None = None,
     process_group: Any = None,
     methods: tuple[str, ...] = (),
-    combine_ddp: bool | str | None = None,
 ) -> Any:
     """Do `amp_patch.initialize` with Apex's arguments; the models and optimizers get Apex's private names too.
 
     The arguments from `dtype` to `methods`, and the environment variables ``AMP_PATCH_OPT_LEVEL`` and
     ``AMP_PATCH_DTYPE``, are those of amp_patch. After the call `amp._amp_state` describes this training.
 
-    Args:
-        combine_ddp: Huawei's argument, for a model without DistributedDataParallel, at every level: broadcast the
-            parameters from rank 0 now, and average the gradients over all ranks at the end of each `scale_loss` body.
-
     Raises:
         RuntimeError: an option contradicts the level (with `_amp_state.hard_override` it is reported and ignored
-            instead); an optimizer is an FP16_Optimizer; combine_ddp is set without a process group.
+            instead); an optimizer is an FP16_Optimizer; DeepSpeed calls this in one of several processes.
         ValueError, TypeError: any other invalid argument. Nothing was changed then.
     """
     arguments = locals()
@@ -165,13 +126,13 @@ def initialize(
         _amp_state.opt_properties = Properties()
         return initialize_as(dialect(), models, optimizers, None)
     _refuse_fp16_optimizers(optimizers)
+    _refuse_ranks_of_deepspeed()
     opt_level, given = without_rungs(opt_level, Options.of(arguments))
     options = _without_contradictions(opt_level, vars(given))
-    combines = _forks.combines(combine_ddp)
     policy = _resolved(opt_level, options)
     register_edits()
     out = initialize_as(dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods)
-    _present_newest_training(verbosity, min_loss_scale, max_loss_scale, combines)
+    _present_newest_training(verbosity, min_loss_scale, max_loss_scale)
     return out
 
 
@@ -182,6 +143,20 @@ def _refuse_fp16_optimizers(optimizers: Any) -> None:
                 "initialize: optimizers holds an FP16_Optimizer, which keeps masters and a loss scale by itself; pass "
                 "the optimizer that it was made from"
             )
+
+
+def _refuse_ranks_of_deepspeed() -> None:
+    """Raise if DeepSpeed has called `initialize` in one of several processes.
+
+    It averages `param.grad` after `scale_loss` has unscaled and checked it: one process could skip a step that another
+    makes, and at O2 the masters would not receive the average.
+    """
+    together = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if together and any(frame.f_globals.get("__name__") == "deepspeed.runtime.engine" for frame in frames()):
+        raise RuntimeError(
+            "initialize: DeepSpeed averages gradients over the processes too late for apex.amp; train in one process, "
+            'or replace "amp" in its config by DeepSpeed\'s own "bf16" or "fp16"'
+        )
 
 
 def _without_contradictions(opt_level: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -207,23 +182,17 @@ def _resolved(opt_level: str, options: dict[str, Any]) -> Policy:
     return policy
 
 
-def _present_newest_training(
-    verbosity: int, min_loss_scale: float | None, max_loss_scale: float, combines: bool | None
-) -> None:
+def _present_newest_training(verbosity: int, min_loss_scale: float | None, max_loss_scale: float) -> None:
     """Make `_amp_state` and the stashes describe the newest training, and print its policy."""
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     training = newest_training()
     assert training is not None
     _amp_state.opt_properties = properties = _describe(training.policy, Properties())
-    properties.options.update(combine_ddp=combines)
     _amp_state.handle = AmpHandle(training.policy.loss_scale, verbose=verbosity == 2, training=training)
-    targets = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
-    for optimizer in targets:
+    for optimizer in (optimizer for ref in training.optimizers if (optimizer := ref()) is not None):
         stash: Any = stash_of(optimizer)
         stash.properties = properties
-    if combines:
-        _forks.broadcast([model for ref in training.models if (model := ref()) is not None], targets)
     maybe_print(f"amp_patch (apex.amp): {training.policy}", rank0=True)
 
 

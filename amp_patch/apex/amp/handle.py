@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state
 from amp_patch.apex.amp._process_optimizer import AmpOptimizer, AmpOptimizerState
 from amp_patch.apex.amp.lists import register_edits
@@ -46,8 +45,7 @@ def scale_loss(
     """Scale as `amp_patch.scale_loss` does. If `opt_properties.enabled` is False, yield `loss` itself."""
     if not _enabled(optimizers):
         return nullcontext(loss)
-    scaling = scale_loss_of(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
-    return _forks.averaged(scaling, optimizers) if _forks.averages(optimizers) else scaling
+    return scale_loss_of(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
 class NoCastsWithin(regions.region):

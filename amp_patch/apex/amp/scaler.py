@@ -145,60 +145,19 @@ class LossScaler(core.LossScaler):
         """
         if self._has_overflow:
             return
-        pairs = _present(model_grads, master_grads)
+        given = zip(model_grads, master_grads, strict=True)
+        pairs = [(grad, result) for grad, result in given if grad is not None and result is not None]
         if not pairs or (models_are_masters and not self.scales and scale_override is None):
             return
         sources, results = map(list, zip(*pairs, strict=True))
-        scale = self._scale_on(sources[0].device, scale_override)
         found_inf = torch.zeros((), dtype=torch.float32, device=sources[0].device)
+        scale = self.to(found_inf.device).scale_tensor
+        if scale_override is not None:
+            scale = torch.full_like(found_inf, scale_override)
         multi_tensor.multi_tensor_scale(sources, results, multi_tensor.inverse_of(scale), found_inf)
         self._note(found_inf)
-
-    @torch.no_grad()
-    def unscale_with_stashed(
-        self,
-        model_grads: Iterable[Tensor | None],
-        stashed_master_grads: Iterable[Tensor | None],
-        master_grads: Iterable[Tensor | None],
-        scale_override: tuple[float, float, float] | None = None,
-    ) -> None:
-        """Write `model_grads`, divided by the scale, plus `stashed_master_grads` into `master_grads`.
-
-        `scale_override` is (scale of the model's gradients, scale of the stashed gradients, scale of the result). Only
-        the model's gradients are checked for infinities and NaNs. If an overflow is recorded, do nothing.
-        """
-        if self._has_overflow:
-            return
-        triples = _present(model_grads, stashed_master_grads, master_grads)
-        if not triples:
-            return
-        new, stashed, results = map(list, zip(*triples, strict=True))
-        device = new[0].device
-        have, stashed_have, wanted = scale_override or (None, 1.0, 1.0)
-        found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        multi_tensor.multi_tensor_axpby(
-            multi_tensor.inverse_of(self._scale_on(device, have)) * wanted,
-            new,
-            wanted / stashed_have,
-            stashed,
-            results,
-            found_inf,
-            check="x",
-        )
-        self._note(found_inf)
-
-    def _scale_on(self, device: torch.device, override: float | None) -> Tensor:
-        """Return the scale, or `override` if given, as a tensor on `device`."""
-        if override is None:
-            return self.to(device).scale_tensor
-        return torch.tensor(override, dtype=torch.float32, device=device)
 
     def _note(self, found_inf: Tensor) -> None:
         """Set `_overflow_buf` to 1 if `found_inf` is not 0; no sync."""
         buffer = self._overflow_buf
         buffer.copy_(torch.maximum(buffer, (found_inf != 0).to(buffer.device, buffer.dtype)))
-
-
-def _present(*lists: Iterable[Tensor | None]) -> list[Any]:
-    """Return tuples of the tensors at one index of all lists, without indices at which one of them is None."""
-    return [row for row in zip(*lists, strict=True) if all(tensor is not None for tensor in row)]

@@ -12,6 +12,7 @@ Sources: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.0
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,12 +26,7 @@ from amp_patch.support import tree
 __all__ = [
     "FusedLayerNorm",
     "FusedLayerNormAffineFunction",
-    "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction",
     "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
     "fused_layer_norm",
@@ -82,44 +78,14 @@ def _as_shape(shape: Shape) -> tuple[int, ...]:
     return (int(shape),) if isinstance(shape, numbers.Integral) else tuple(shape)  # type: ignore[arg-type]
 
 
-# Classes with the names of Apex's autograd functions. Other code calls their `apply`, and tests whether `forward` has a
-# parameter `memory_efficient`. They are no autograd functions: torch differentiates the functions that they call.
+class FusedLayerNormAffineFunction:
+    """A class with the name of Apex's autograd function; other code calls `apply`, and reads `forward`'s arguments.
 
-
-class _Function:
-    forward: Callable[..., Tensor]
-    mixed = False  # whether the result has the weight's type
-
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
-        """Call `forward` without a context."""
-        return cls.forward(None, *args, **kwargs)
-
-
-class FusedLayerNormFunction(_Function):
-    """`(input - mean) / sqrt(var + eps)` in the input's type.
-
-    `apply(input, normalized_shape, eps=1e-6, memory_efficient=False)`, and `fused_layer_norm`. The mean and variance
-    are over the last dimensions, of shape `normalized_shape`.
+    It is no autograd function: torch differentiates the functions that `forward` calls.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-    ) -> Tensor:
-        """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
-        return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
-
-
-class FusedLayerNormAffineFunction(_Function):
-    """`fused_layer_norm(input) * weight + bias`, rounded once, to the input's type.
-
-    `apply(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False)`, and `fused_layer_norm_affine`.
-    """
-
-    @classmethod
-    def forward(
-        cls,
         ctx: Any,
         input: Tensor,
         weight: Tensor,
@@ -128,80 +94,72 @@ class FusedLayerNormAffineFunction(_Function):
         eps: float = 1e-6,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
-        return _layer_norm(input, normalized_shape, weight, bias, eps, (weight if cls.mixed else input).dtype)
-
-
-class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
-    """As FusedLayerNormAffineFunction and `fused_layer_norm_affine`, but the result has the weight's type."""
-
-    mixed = True
-
-
-class FusedRMSNormFunction(_Function):
-    """`input / sqrt(mean(input**2) + eps)`, with the mean over the last dimensions, in the input's type.
-
-    `apply(input, normalized_shape, eps=1e-6, memory_efficient=False)`, and `fused_rms_norm`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-    ) -> Tensor:
-        """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
-        return _rms_norm(input, normalized_shape, None, eps, input.dtype)
-
-
-class FusedRMSNormAffineFunction(_Function):
-    """`fused_rms_norm(input) * weight`, rounded once, to the input's type.
-
-    `apply(input, weight, normalized_shape, eps=1e-6, memory_efficient=False)`, and `fused_rms_norm_affine`.
-    """
+        """Return the layer norm times `weight` plus `bias`, in the type of `input`; `ctx` is ignored."""
+        return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
 
     @classmethod
-    def forward(
-        cls,
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        normalized_shape: Shape,
-        eps: float = 1e-6,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
-        return _rms_norm(input, normalized_shape, weight, eps, (weight if cls.mixed else input).dtype)
+    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
+        """Call `forward` without a context."""
+        return cls.forward(None, *args, **kwargs)
 
 
-class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
-    """As FusedRMSNormAffineFunction and `fused_rms_norm_affine`, but the result has the weight's type."""
+def _autocast(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a function, which casts tensors to the type of torch.autocast first, inside of one."""
 
-    mixed = True
-
-
-def _autocast(name: str, kind: type[_Function]) -> Callable[..., Tensor]:
-    """Return `kind.apply` as a function that casts tensors to the type of torch.autocast first, inside of one."""
-
-    def function(*args: Any, **kwargs: Any) -> Tensor:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
         device = tree.tensors((args, kwargs))[0].device.type
         if torch.is_autocast_enabled(device):
             args, kwargs = tree.cast_floats((args, kwargs), torch.get_autocast_dtype(device), _CASTABLE)
-        return kind.apply(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = kind.__doc__
-    return function
+    return call
 
 
-fused_layer_norm = _autocast("fused_layer_norm", FusedLayerNormFunction)
-fused_layer_norm_affine = _autocast("fused_layer_norm_affine", FusedLayerNormAffineFunction)
-mixed_dtype_fused_layer_norm_affine = _autocast(
-    "mixed_dtype_fused_layer_norm_affine", FusedLayerNormAffineMixedDtypesFunction
-)
-fused_rms_norm = _autocast("fused_rms_norm", FusedRMSNormFunction)
-fused_rms_norm_affine = _autocast("fused_rms_norm_affine", FusedRMSNormAffineFunction)
-mixed_dtype_fused_rms_norm_affine = _autocast(
-    "mixed_dtype_fused_rms_norm_affine", FusedRMSNormAffineMixedDtypesFunction
-)
+@_autocast
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Return `(input - mean) / sqrt(var + eps)` over the last dimensions, of `normalized_shape`."""
+    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+
+
+fused_layer_norm_affine = _autocast(FusedLayerNormAffineFunction.apply)
+
+
+@_autocast
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Return the layer norm times `weight` plus `bias`, in the type of `weight`."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+
+
+@_autocast
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+    """Return `input / sqrt(mean(input**2) + eps)` over the last dimensions, in the input's type."""
+    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
+
+
+@_autocast
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Return the RMS norm times `weight`, in the type of `input`."""
+    return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
+
+
+@_autocast
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Return the RMS norm times `weight`, in the type of `weight`."""
+    return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
 
 
 class _Norm(nn.Module):
