@@ -35,6 +35,7 @@ UNEVEN = ROOT / "benchmarks/results/uneven_gradients.json"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CLAIMED = ("O1", "O2", "O4", "O5")
 METRIC = "held_out_loss"
+JUDGED = "How a level is judged is in [comparing levels](compare.md#read-the-report)."
 # Task of examples/train.py -> (heading of its section, name of the model in a sentence, description)
 FAMILIES = {
     "digits": (
@@ -147,7 +148,7 @@ def page(comparisons: dict[str, Comparison]) -> str:
         f"Each model was trained at each level from {seeds(first)} seeds, which change the weights and the batches but "
         f"not the held-out data: {steps}. In the first tenth of the steps the learning rate rises, and then it falls "
         "to 0, so that losses are compared at rest. The held-out loss is the mean cross entropy in nats.",
-        first.test,
+        JUDGED,
         "In the tables, the *gap* is the gap to O0 with the same seeds, in nats, and in per cent with its interval. "
         "*Speed* is O0's step time over the level's: above 1, the level is faster. *Memory* is the ratio of the bytes "
         "of weights, masters, gradients and optimizer state. The speed is for the machine named below and for very "

@@ -17,7 +17,7 @@ from typing import Any
 
 import short_training
 import torch
-from accuracy import FAMILIES, METRIC, ROOT, listed, read, seeds, table
+from accuracy import FAMILIES, JUDGED, METRIC, ROOT, listed, read, seeds, table
 from torch import nn
 
 from amp_patch import amp
@@ -159,7 +159,7 @@ def page(comparisons: dict[str, Comparison], errors: dict[str, list[float]]) -> 
         "train.py`.",
         f"Each model was trained from {seeds(first)} seeds: {steps}. In the first tenth of the steps the learning rate "
         "rises, and then it falls to 0. The loss is the mean cross entropy on held-out data, in nats. The *gap* is the "
-        f"gap to O0 with the same seeds, in nats, and in per cent with its interval. {first.test} Everything is "
+        f"gap to O0 with the same seeds, in nats, and in per cent with its interval. {JUDGED} Everything is "
         "emulated: there are no times. On average, one of twenty intervals does not contain the true gap.",
     ]
     for family, comparison in comparisons.items():

@@ -13,7 +13,7 @@ from amp_patch.comparison.rows import axis, rows
 _ROW = 44
 _LEFT = 24
 _NAMES = 150.0  # width of the column with the levels' names
-_COLUMNS = {"speed": (190.0, "Speed", "longer is faster"), "memory": (190.0, "Memory", "")}
+_COLUMNS = {"speed": (190.0, "Speed", "longer is faster"), "memory": (190.0, "Memory", "shorter is less")}
 _DOTS = 250.0
 _TITLE = 1350.0  # characters of a title that fit at font size 1: a bold letter is 0.61 wide on average
 _FOOT = 18.0
@@ -62,7 +62,7 @@ def _file(
     places, x = [], _LEFT + _NAMES
     for name in columns:
         width, head, hint = _COLUMNS[name]
-        places.append((name, x, width, head, hint if name == "speed" else headline.what_memory(comparison)))
+        places.append((name, x, width, head, hint))
         x += width + _GAP
     better, *_, margin = headline.what_gap(comparison).split("; ")  # all parts together are wider than the column
     places.append(("gap", x, _DOTS, f"Gap in {comparison.metric_in_words}", f"{better}; {margin}"))

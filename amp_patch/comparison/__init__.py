@@ -39,7 +39,6 @@ Files:
 - `what_next.py`: the commands to run next
 - `agreement.py`: log-probabilities at the levels beside O0's
 - `notebook.py`: `amp.compare` and `amp.assert_level`
-- `other_work.py`: other work on the machine
-- `processes.py`: child processes, and CPU time
+- `other_work.py`: other work on the machine, by the CPU time of processes
 - `commands/`: `python -m amp_patch compare`, `search` and `report`
 """

@@ -1,15 +1,14 @@
-"""The `Comparison` of trainings at several opt levels: their figures, a finding for each, and the rules in words."""
+"""The `Comparison` of trainings at several opt levels: their figures, and a finding for each."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 from amp_patch.comparison import lost_without_masters, measures, named_lines
-from amp_patch.comparison.gap import CONFIDENCE
-from amp_patch.comparison.judge import COLLAPSED_RANGES, SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
+from amp_patch.comparison.judge import judge
 from amp_patch.comparison.level_result import (
     LevelResult,
     level_dict,
@@ -18,24 +17,20 @@ from amp_patch.comparison.level_result import (
     stopped_runs,
     went_well,
 )
-from amp_patch.comparison.measures import ALIKE, LOSS
-from amp_patch.comparison.plan import BASELINE, MARGIN, MEMORY, MIN_GAIN, SPEED
+from amp_patch.comparison.measures import LOSS
+from amp_patch.comparison.plan import BASELINE, MARGIN, MIN_GAIN, SPEED
 from amp_patch.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.comparison.unjudged import FEW_STEPS, LEAST_STEPS, Terms
 from amp_patch.comparison.verdict import cost, failures_in_words, verdict
 from amp_patch.diagnose.recording.run import INTERRUPTED, NATIVE, Run, check_types
 from amp_patch.diagnose.wording import counted, fine_percent, lacks, listed, metric_in_words, type_name, whole_percent
 
-# Fields of a Comparison beside its runs, as its report has them; the second are missing in old reports.
-_GIVEN = ("title", "metric", "maximize", "asked_steps", "machine")
-_GIVEN_LATER = ("again", "asked_runs", "command", "min_gain", "margin", "folder", "survey", "goal", "agreement")
-
 
 @dataclass(frozen=True)
 class Comparison:
     """Trainings at several levels, with the figures and findings of each level.
 
-    Figures are computed from the runs once, at the first access. `test` says in words how a level is judged; `measures`
+    Figures are computed from the runs once, at the first access. docs/compare.md says how a level is judged; `measures`
     has the formulas.
 
     Attributes:
@@ -134,55 +129,6 @@ class Comparison:
     def comparable(self) -> bool:
         """Whether two levels or more have successful runs, and at least one level has figures."""
         return self._base is not None and sum(bool(level.runs) for level in self._groups) > 1
-
-    @property
-    def test(self) -> str:
-        """The rules for judging and recommending levels, in words."""
-        base = self._base.name if self._base is not None else "the baseline"
-        what = (
-            f"the mean training loss over the last tenth of the {self.steps} steps that all runs trained"
-            if self.metric == LOSS
-            else f"the last value of {self.metric} that the run gave to amp.log"
-        )
-        better = "higher" if self.maximize else "lower"
-        return " ".join(
-            [
-                f"The result of a run is {what}; {better} is better. The gap of a level is the mean of the",
-                f"differences between its runs and {base}'s with the same seeds, with Student's interval at",
-                f"{whole_percent(CONFIDENCE)}; each level is tested separately. As good: the whole interval is below",
-                f"the margin, {fine_percent(self.margin)} of {base}'s result. Worse: the whole interval is above the",
-                f"margin, and above the same share of what {base}'s training gained: if a loss ends near 0, every",
-                "difference is many per cent of it. Better: the whole interval is as far on the other side. If the",
-                "interval allows several of these, more seeds are needed, and their number is estimated from the",
-                "spread so far. Until then, a level is as good so far if its mean is between the lowest and the",
-                f"highest result of {base}'s seeds and its gap is not surely worse than 0; no worse if its mean is",
-                "beyond these results on the better side; else undecided. With one seed there is no interval: every",
-                "level is undecided, and one that gains something and is not worse by more than the margin is named",
-                f"so far. If the differences spread as much as {base}'s seeds do, the runs have decorrelated: the",
-                "same seed tells no more than another. Then, and if a gap is above the margin but small against what",
-                f"the training gained, the range of {base}'s seeds decides: as good inside it; worse or better",
-                f"outside it, if Student's paired t-test (two-sided) rejects chance at {whole_percent(SIGNIFICANCE)}.",
-                "A level with a run that diverged (its result is missing or not finite), collapsed, or made fewer",
-                f"steps than {base}'s after an error is not to be used, whatever the test says. A run has collapsed if",
-                f"its result is worse than all of {base}'s by",
-                f"more than {COLLAPSED_RANGES} times their range and by more than half of what {base}'s training",
-                "gained, from its start to its worst result. If a metric is logged once, 10 % of it replace that",
-                "half; with one seed, a training loss must be worse by more than it ever moved. Losses that a model",
-                "returns in BF16 or FP16 are rounded to steps before they are recorded: a mean that differs by less",
-                f"than a step is as good. Fewer than {LEAST_STEPS} steps judge no level.",
-                "A level is not recommended if a run skipped more than half of its steps, or",
-                f"more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them. Times: the time of a run is",
-                "its median step, without the first tenth of the steps; the speed is the ratio of the medians of the",
-                "runs, and its range that of the seeds. A level is faster or slower only if it is with every seed",
-                "(with one seed: by the quartiles of its step times), and slower only by more than",
-                f"{whole_percent(ALIKE - 1)} in the median; within that, memory counts more than time. Memory counts",
-                f"if every run saves more than {fine_percent(self.min_gain)} of the training's memory, and, where the",
-                "speed is not clear, more than the share of time that the level may cost. O3, which keeps no FP32",
-                "weights, is recommended only if it is compared alone. A level that is surely better is recommended",
-                "before any that is faster or smaller. If several have results within the margin of the best, it is",
-                f"the one that takes the least memory.{' The goal is memory: it comes first.' * (self.goal == MEMORY)}",
-            ]
-        )
 
     @cached_property
     def recommendation(self) -> Recommendation | None:
@@ -389,9 +335,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every figure, for `run.dumps`."""
-        figures = ("comparable", "summary", "test", "notes")
+        figures = ("comparable", "summary", "notes")
         return {
-            **{name: getattr(self, name) for name in (*_GIVEN, *_GIVEN_LATER, *figures)},
+            **{name: getattr(self, name) for name in (*_fields(), *figures)},
             "baseline": self.baseline.name if self.baseline is not None else None,
             "levels": [level_dict(level) for level in self.levels],
             "runs": [run.to_dict() for run in self.runs],
@@ -400,8 +346,7 @@ class Comparison:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """Load a comparison from the result of `to_dict`. All figures are computed from its runs again."""
-        given = {name: values[name] for name in _GIVEN}
-        given.update((name, values[name]) for name in _GIVEN_LATER if name in values)
+        given = {name: values[name] for name in _fields() if name in values}  # old reports lack some
         check_types(cls, given)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 
@@ -448,3 +393,8 @@ class Comparison:
         if wanted is None:
             return None
         return next(each for each in levels if (each.level, each.dtype) == (wanted.level, wanted.dtype))
+
+
+def _fields() -> list[str]:
+    """Return the names of the fields of a `Comparison`, except its runs."""
+    return [each.name for each in fields(Comparison) if each.name != "runs"]

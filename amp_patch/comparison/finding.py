@@ -55,7 +55,7 @@ class Collapse(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of the test of a level. `Comparison.test` describes the test in words.
+    """The result of the test of a level. docs/compare.md describes the test.
 
     Attributes:
         kind: one of these:
@@ -98,7 +98,6 @@ class Finding:
         fallen_scale: the final loss scale, if it fell below 1; else None.
         faults: the runs that failed. A run that the user interrupted is not one of them.
         lost_updates: the share of updates that the weights lose, at a level without masters (O3); None if unknown.
-        p: the p-value of the paired t-test; None for fewer than two pairs.
         gap: the gap to the baseline at the same seeds; None without a pair, and for the baseline.
     """
 
@@ -114,7 +113,6 @@ class Finding:
     fallen_scale: float | None = None
     faults: list[Run] = field(default_factory=list)
     lost_updates: float | None = None
-    p: float | None = None
     gap: Gap | None = None
 
     @property

@@ -77,6 +77,11 @@ class Gap:
         return self._least > 0
 
     @property
+    def excludes_0(self) -> bool:
+        """Whether the interval leaves out 0, as a paired t-test rejects chance; False if there is no interval."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+    @property
     def is_noisy(self) -> bool:
         """Whether the interval decides nothing, and would not with `MOST_SEEDS` seeds."""
         undecided = self.low is not None and self.told is None and self.more_seeds is None

@@ -7,9 +7,9 @@ from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.comparison.plan import MEMORY, variables
 from amp_patch.comparison.recommendation import of_others
-from amp_patch.comparison.verdict import interval_of, margin_in_words, percent_of, speed_in_words
+from amp_patch.comparison.verdict import gap_in_words, margin_in_words, speed_in_words, what_it_tells
 from amp_patch.diagnose.recording.run import NATIVE
-from amp_patch.diagnose.wording import counted, listed, ratio, relative_size, signed, type_name
+from amp_patch.diagnose.wording import listed, ratio, relative_size, type_name
 from amp_patch.environment import named_level
 
 _TOLD = 3  # lines on the card; the terminal has all
@@ -17,13 +17,11 @@ _TOLD = 3  # lines on the card; the terminal has all
 
 def headline(comparison: Comparison) -> str:
     """Return the headline of the card: "Use O5 (BF16)"."""
-    found = comparison.recommendation
-    if found is None:
+    found, base = comparison.recommendation, comparison.baseline
+    if found is None or base is None:
         return "Nothing to compare" if comparison.only is None else f"Only {label(comparison.only)} has results"
-    if found.level is comparison.baseline:
-        return f"{recommendation.stay(found)} {label(found.level)}{'' if found.sure else ' for now'}"
-    verb = "So far" if found.so_far else "Keep" if found.level.level == NATIVE else "Use"
-    return f"{verb} {label(found.level)}"
+    for_now = " for now" * (found.level is base and not found.sure)
+    return f"{recommendation.verb(found, base)} {label(found.level)}{for_now}"
 
 
 def label(level: LevelResult) -> str:
@@ -43,12 +41,6 @@ def what_gap(comparison: Comparison) -> str:
     gap = next((level.finding.gap for level in comparison.levels if level.finding.gap is not None), None)
     margin = f"; grey: {margin_in_words(gap)}" if gap is not None and gap.base else ""
     return f"{'higher' if comparison.maximize else 'lower'} is better; a line: its interval{margin}"
-
-
-def what_memory(comparison: Comparison) -> str:
-    """Return the caption of the column of memory."""
-    known = all(level.memory_ratio is not None for level in comparison.levels if level.runs)
-    return "shorter is less" if known else "shorter is less; some without activations"
 
 
 def why(comparison: Comparison) -> str:
@@ -88,7 +80,10 @@ def how_sure(comparison: Comparison) -> str:
     elif len(base.finite) < 2:
         said.append("From one seed, so without an interval: run three seeds or more.")
     if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
-        said.append(_of_the_loss(comparison, best, base))
+        width = relative_size(max(base.finite.values()), min(base.finite.values()))
+        if best is not base and (gap := best.finding.gap) is not None:
+            said.append(_capital(f"{gap_in_words(gap, base.name)}: {what_it_tells(best.finding, gap)}."))
+        said.append(f"{base.name}'s own seeds lie {width} apart in {comparison.metric_in_words}.")
     if best is not base and best.speedup is not None:
         low, high = best.speedup.low, best.speedup.high
         paired = len(set(best.seeds) & set(base.seeds))
@@ -97,29 +92,6 @@ def how_sure(comparison: Comparison) -> str:
         said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
     load = comparison.load_note
     return " ".join([*said, *([f"{_capital(load)}."] if load else [])])
-
-
-def _of_the_loss(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
-    """Return sentences on how certain the finding about the loss is, as a gap with its interval.
-
-    They also say how far the baseline's seeds lie apart.
-    """
-    width = relative_size(max(base.finite.values()), min(base.finite.values()))
-    apart = f"{base.name}'s own seeds lie {width} apart in {comparison.metric_in_words}"
-    gap, found = best.finding.gap, best.finding
-    if best is base or gap is None:
-        return f"{apart}."
-    if found.rounding is not None:
-        return f"{apart}. Its losses are rounded: less than their steps is not seen."
-    said = f"{best.level} ends {percent_of(gap) or signed(gap.mean)} from {base.name} with the same seeds"
-    said += f" ({interval_of(gap)})" if interval_of(gap) else ""
-    if found.by_range:
-        why = "no nearer than with other seeds" if gap.decorrelated else "little of what the training gained"
-        return f"{said}: {why}. {apart}: less than that is not seen."
-    if gap.told is not None:
-        return f"Sure of the loss: {said}, {gap.told} ({margin_in_words(gap)}). {apart}."
-    more = "" if gap.more_seeds is None else f"; {counted(gap.more_seeds, 'more seed')} would tell"
-    return f"Not yet sure of the loss: {said}; as good is up to the {margin_in_words(gap)}{more}. {apart}."
 
 
 def what_breaks(comparison: Comparison) -> str:

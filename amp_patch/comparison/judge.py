@@ -1,6 +1,6 @@
 """The test of a level against the baseline, which decides its `Finding`. verdict.py puts the finding into words.
 
-`Comparison.test` describes the test in words.
+docs/compare.md describes the test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from amp_patch.comparison.measures import LOSS
 from amp_patch.comparison.unjudged import BY_LOGGED_ONCE, CURVE, Terms, gained
 from amp_patch.diagnose.recording.run import INTERRUPTED
 
-SIGNIFICANCE = 0.05
 # A level is not recommended if a run skipped more than half of its steps, or more than this share of them and more than
 # this number: 24 halvings reduce the largest dynamic scale, 2**24, to 1.
 SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
@@ -63,8 +62,7 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, terms: Terms)
         gained=0.0 if sums else max(0.0, gained(base, metric, sign) or 0.0),
         has_spread=not sums and not has_no_spread(base),
     )
-    p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
-    found = replace(found, gap=apart, p=p)
+    found = replace(found, gap=apart)
     if why not in unjudged.NO_BOUND:
         found = replace(found, collapsed=_collapsed(level, base, metric, sign))
     if found.diverged or found.collapsed:
@@ -106,9 +104,9 @@ def _by_gap(found: Finding, apart: Gap, base: LevelResult) -> Finding:
     if min(base.finite.values()) <= apart.level <= max(base.finite.values()) and (by_range or not apart.is_loss):
         return replace(found, kind="within" if by_range else "so far")
     better = apart.sign * apart.mean < 0
-    if by_range and found.p is not None and found.p < SIGNIFICANCE:
+    if by_range and apart.excludes_0:
         return replace(found, kind="differs", better=better)
-    return replace(found, kind="no worse" if better and found.p is not None else "undecided")
+    return replace(found, kind="no worse" if better and apart.low is not None else "undecided")
 
 
 def _is_chance(level: LevelResult, base: LevelResult, metric: str, sign: int) -> bool:

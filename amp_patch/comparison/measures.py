@@ -209,22 +209,6 @@ def memory_bytes(run: Run) -> int | None:
     return None if run.activations is None else held_bytes(run) + run.activations
 
 
-def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the p of Student's two-sided paired t-test for equal means; 1 for fewer than two pairs.
-
-    t = mean(d) / (s(d) / sqrt(n)) of the differences d, on n - 1 degrees of freedom.
-    Source: Student, The probable error of a mean, Biometrika 6 (1908).
-    """
-    differences = [a - b for a, b in zip(first, second, strict=True)]
-    largest = max(map(abs, differences), default=0.0)
-    if len(differences) < 2 or largest == 0:
-        return 1.0
-    scaled = [d / largest for d in differences]  # t stays the same; `stdev` of Python 3.10 squares, and could overflow
-    spread = statistics.stdev(scaled)
-    t = statistics.mean(scaled) / (spread / math.sqrt(len(scaled))) if spread else math.inf
-    return 1 - student(abs(t), len(scaled) - 1)
-
-
 def student(t: float, freedom: int) -> float:
     """Return the probability that |T| <= t, for t >= 0, under Student's distribution with `freedom` degrees of freedom.
 

@@ -228,7 +228,6 @@ def report(level: str, found: Found, command: str) -> list[str]:
     if not answer.kept:
         return [f"{level} is as good as {BASELINE} with nothing kept: {answer.text}."]
     lines = [f"{name:8}{each.text}{_memory(each)}" for name, each in (("without", first), ("with", answer))]
-    lines += [_costs(first, answer)]
     if first.level is not None and first.level.finding.kind == "undecided":
         lines.append("That it is worse with nothing kept is not shown: it may be as good with more --seeds.")
     if not found.complete:
@@ -238,20 +237,10 @@ def report(level: str, found: Found, command: str) -> list[str]:
     paste = f"amp.initialize(model, optimizer, {named_level(level).arguments(other)}, {keep})"
     lines += ["To use it in the script:", f"    {paste}", "To use it without an edit:"]
     asked = f"{variables(level, other)} {keep_variable(level)}={','.join(answer.kept)}"
-    return [*filter(None, lines), f"    {asked} python -m amp_patch run {command}"]
+    return [*lines, f"    {asked} python -m amp_patch run {command}"]
 
 
 def _memory(each: Trial) -> str:
     if each.level is None or each.level.memory is None:
         return ""
     return f"; {wording.ratio(each.level.memory)} of {BASELINE}'s memory"
-
-
-def _costs(first: Trial, answer: Trial) -> str:
-    """Say how much memory the kept modules add; "" if it is unknown."""
-    sizes = [each.level.memory_bytes if each.level is not None else None for each in (first, answer)]
-    if sizes[0] is None or sizes[1] is None:
-        return ""
-    unit, (cost, whole) = wording.sizes([abs(sizes[1] - sizes[0]), sizes[1]])
-    what = "more" if sizes[1] >= sizes[0] else "less"
-    return f"It takes {cost} {unit} {what} than without, {whole} {unit} in all."

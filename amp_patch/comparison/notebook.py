@@ -245,8 +245,7 @@ class _Job(NamedTuple):
                     model, optimizer, loss_fn, batches = _checked(built, known)
                     _train(model, optimizer, loss_fn, batches, self)
                 elif self.evaluate is not None:
-                    words = "evaluate has no model: build_fn trained it by itself; give its figure to amp.log there"
-                    raise _Misuse(ValueError(f"compare: {words}"))
+                    raise _Misuse("evaluate has no model: build_fn trained it by itself; call amp.log there")
         finally:
             environment.remove()
 
@@ -309,7 +308,7 @@ def _train_once(job: _Job, run: Run, known: list[weakref.ref[nn.Module]]) -> Non
     try:
         job.train(asked, known, recorder)
     except _Misuse as misuse:
-        raise misuse.args[0] from None
+        raise misuse.kind(str(misuse)) from None
     except (Exception, SystemExit, KeyboardInterrupt) as raised:
         error = raised
     finally:
@@ -329,16 +328,20 @@ class _NoFigure(Exception):
 
 
 class _Misuse(Exception):
-    """Carrier of an error of `build_fn` that ends the comparison."""
+    """An error of `build_fn` or `evaluate` that ends the comparison; `compare` raises it as a `kind`."""
+
+    def __init__(self, words: str, kind: type[Exception] = ValueError) -> None:
+        super().__init__(f"compare: {words}")
+        self.kind = kind
 
 
 def _checked(built: Any, known: list[weakref.ref[nn.Module]]) -> Any:
     if not isinstance(built, tuple | list) or len(built) != 4 or not isinstance(built[0], nn.Module):
         came = f"{len(built)} values" if isinstance(built, tuple | list) else of_class(built)
         wanted = "(model, optimizer, loss_fn, batches), or None after training by itself"
-        raise _Misuse(TypeError(f"compare: build_fn returned {came}; wanted {wanted}"))
+        raise _Misuse(f"build_fn returned {came}; wanted {wanted}", TypeError)
     if any(ref() is built[0] for ref in known):
-        raise _Misuse(ValueError("compare: build_fn returned the same model twice; make a new one at each call"))
+        raise _Misuse("build_fn returned the same model twice; make a new one at each call")
     known.append(weakref.ref(built[0]))
     return built
 
@@ -354,16 +357,13 @@ def _train(
     model, optimizer = initialize(model, optimizer)  # the level comes from the environment variables
     loss_fn = in_force(loss_fn)  # `build_fn` returned torch's function before O1 installed its casts
     with suppress(Enough):
-        if not _epoch(model, optimizer, loss_fn, batches, first):
-            words = "nothing: drop_last over fewer samples than a batch, or an iterator that an earlier run used up"
-            raise _Misuse(ValueError(f"compare: the batches of build_fn gave {words}"))
-        passes = 1
-        while steps is not None:
-            if not _epoch(model, optimizer, loss_fn, batches, None):
-                words = (
-                    f"nothing after pass {passes}, and steps is {steps}; an iterator ends: return a list or a loader"
-                )
-                raise _Misuse(ValueError(f"compare: the batches of build_fn gave {words}"))
+        passes = 0
+        while not passes or steps is not None:
+            if not _epoch(model, optimizer, loss_fn, batches, None if passes else first):
+                words = "nothing: drop_last over fewer samples than a batch, or an iterator that an earlier run used up"
+                if passes:
+                    words = f"nothing after pass {passes}, and steps is {steps}; an iterator ends: return a list"
+                raise _Misuse(f"the batches of build_fn gave {words}")
             passes += 1
     if evaluate is None:
         return
@@ -376,10 +376,10 @@ def _train(
     figures = found if isinstance(found, dict) and found else {_EVALUATION: found}
     if LOSS in figures:
         words = "a figure named 'loss', which is the training loss; name it otherwise, as held_out_loss"
-        raise _Misuse(ValueError(f"compare: evaluate returned {words}"))
+        raise _Misuse(f"evaluate returned {words}")
     if job.by_evaluation and len(figures) > 1:
         words = f"{listed([*figures])}; name the one that decides, as metric={next(iter(figures))!r}"
-        raise _Misuse(ValueError(f"compare: evaluate returned {words}"))
+        raise _Misuse(f"evaluate returned {words}")
     if job.by_evaluation:
         figures = {**figures, _EVALUATION: next(iter(figures.values()))}
     try:

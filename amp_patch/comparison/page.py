@@ -77,7 +77,6 @@ def html(comparison: Comparison) -> str:
         in_words=what_next.advice(comparison),
         rows=cards if any(row.speed for row in cards) else [],
         axis=axis(comparison),
-        what_memory=headline.what_memory(comparison),
         what_gap=headline.what_gap(comparison),
         kinds=measures.KINDS,
         table=_table(comparison),

@@ -184,16 +184,21 @@ def _size(level: LevelResult) -> float:
 
 def summary(found: Recommendation, base: LevelResult) -> str:
     """Return the recommendation and its reason in one or two sentences."""
-    best = found.level
-    if best is not base:
-        return f"{'So far' if found.so_far else 'Keep' if best.level == NATIVE else 'Use'} {best.name}: {gains(found)}."
+    named = f"{verb(found, base)} {found.level.name}"
+    if found.level is not base:
+        return f"{named}: {gains(found)}."
     few = all(level.finding.unjudged == SHORT for levels in found.because.values() for level in levels)
     why = "" if few else f": {of_others(found, base)}"  # a note says how few steps they are
-    return f"{stay(found)} {base.name}{'' if found.sure else ' for now'}{why}."
+    return f"{named}{'' if found.sure else ' for now'}{why}."
 
 
-def stay(found: Recommendation) -> str:
-    """Return "Stay with", if the baseline is recommended; "Go back to" if the script has mixed precision of its own."""
+def verb(found: Recommendation, base: LevelResult) -> str:
+    """Return the first words of the advice: "Use", "Keep", "So far", "Stay with".
+
+    They are "Go back to" if the baseline is recommended, and the script has mixed precision of its own.
+    """
+    if found.level is not base:
+        return "So far" if found.so_far else "Keep" if found.level.level == NATIVE else "Use"
     return "Go back to" if any(level == NATIVE for level, _ in found.standings) else "Stay with"
 
 

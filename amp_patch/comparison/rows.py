@@ -35,40 +35,64 @@ class Row(NamedTuple):
 
 
 def rows(comparison: Comparison) -> list[Row]:
-    """Return the rows in the order of the levels."""
+    """Return the rows in the order of the levels; without a baseline none."""
+    if comparison.baseline is None:
+        return []
     fastest = max([1.0, *(level.speedup.high for level in comparison.levels if level.speedup)])
     largest = max([1.0, *(level.memory for level in comparison.levels if level.memory)])
-    reach = _reach(comparison)
-    made = []
+    of_gaps, made = _Axis(comparison), []
     for level in comparison.levels:
         state, short = headline.state(level, comparison), headline.in_short(level, comparison)
-        cells = ("", "", "")
-        if level.runs:
-            cells = (_speed(level, state, fastest), _memory(level, state, largest), _gap(comparison, level, reach))
+        if not level.runs:
+            made.append(Row(state, level, short, "", "", "", f"{level.name}: {short}"))
+            continue
+        cells = (_speed(level, state, fastest), _memory(level, state, largest), _gap(level, state, of_gaps))
         ends = ", ".join(wording.figure(value) for value in level.final)
         unknown = "emulated, speed not known" if level.emulated else "speed not known"
         speed = f"speed {wording.ratio(level.speedup.median)}" if level.speedup else unknown
         memory = f"memory {wording.ratio(level.memory)}" if level.memory else "memory not known"
         gap = f", {gap_in_words(level.finding.gap, 'it')}" if level.finding.gap is not None else ""
-        alt = f"{level.name}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}{gap}" if level.runs else "")
+        alt = f"{level.name}: {short}; {speed}, {memory} of the baseline's; {ends}{gap}"
         made.append(Row(state, level, short, *cells, alt))
     return made
 
 
 def axis(comparison: Comparison) -> str:
     """Return the labels of the axis of gaps."""
-    reach = _reach(comparison)
-    if reach is None:
-        return ""
-    unit = " %" if _in_percent(comparison) else ""
-    factor = 100 if unit else 1
+    of_gaps = _Axis(comparison)
+    factor, unit = (100, " %") if of_gaps.in_percent else (1, "")
     made = []
-    for value, words in ticks(-factor * reach, factor * reach, 4).items():
+    for value, words in ticks(-factor * of_gaps.reach, factor * of_gaps.reach, 4).items():
         label = "0" if not value else f"{'+' if value > 0 else ''}{words}{unit}"
-        made.append(
-            text(share(_place(value / factor, reach)), 12, label, "soft", size=11, more=' text-anchor="middle"')
-        )
+        at = share(of_gaps.place(value / factor))
+        made.append(text(at, 12, label, "soft", size=11, more=' text-anchor="middle"'))
     return "".join(made)
+
+
+class _Axis:
+    """The axis of gaps, in shares of the baseline's result; in the metric's unit if that is 0.
+
+    Attributes:
+        in_percent: whether gaps are shares.
+        unit: the gap that is 1 on the axis.
+        margin: the margin in the unit of the axis; if the baseline is 0, a share of the largest result.
+        reach: the axis goes from minus this to plus this. It is three margins, or a little more than the farthest
+            interval of a level that is not rejected, whichever is more. The gap of a rejected level may be larger, and
+            is then a number at the edge. If the axis included it, all other gaps would be drawn as one dot.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        mean = comparison.baseline.mean if comparison.baseline is not None else None
+        self.in_percent, self.unit = bool(mean), abs(mean or 1.0)
+        means = [abs(level.mean) for level in comparison.levels if level.mean and abs(level.mean) < LARGEST]
+        self.margin = comparison.margin * (1.0 if mean else max(means, default=1.0))
+        gaps = [level.finding.gap for level in comparison.levels if level.finding.gap and not level.finding.rejected]
+        ends = [abs(each) for gap in gaps for each in (gap.mean, gap.low, gap.high) if each is not None]
+        self.reach = max([3 * self.margin, *(1.1 * each / self.unit for each in ends if each < LARGEST)])
+
+    def place(self, value: float) -> float:
+        """Return the position of a gap in its cell, as a share of the width. The last third is left for the number."""
+        return _ZERO + 0.33 * max(-self.reach, min(self.reach, value)) / self.reach
 
 
 def _speed(level: LevelResult, state: str, most: float) -> str:
@@ -77,11 +101,9 @@ def _speed(level: LevelResult, state: str, most: float) -> str:
     median, low, high = level.speedup
     made = _bar(median / most, state, "time")
     if state != "base" and high > low:
-        made += line(share(_BAR * low / most), 0, share(_BAR * high / most), 0, "ink", ' stroke-width="1.5"')
-        made += "".join(
-            line(share(_BAR * v / most), -4, share(_BAR * v / most), 4, "ink", ' stroke-width="1.5"')
-            for v in (low, high)
-        )
+        ends, width = [share(_BAR * end / most) for end in (low, high)], ' stroke-width="1.5"'
+        made += line(ends[0], 0, ends[1], 0, "ink", width)
+        made += "".join(line(end, -4, end, 4, "ink", width) for end in ends)
     return _reference(most) + _centred(made + _number(max(median, high), median, state, most))
 
 
@@ -107,15 +129,17 @@ def _parts(level: LevelResult, state: str, most: float) -> str:
         part = min(size / whole, 1 - left)
         if part > 0:
             start, width = (_BAR * level.memory * each / most for each in (left, part))
-            faint = ' opacity="0.4"' if state in ("bad", "unsure") else ""
-            made += rect(share(start), -8, share(width), 16, kind, faint)
+            made += rect(share(start), -8, share(width), 16, kind, _faint(state))
             left += part
     return made
 
 
 def _bar(part: float, state: str, colour: str) -> str:
-    faint = ' opacity="0.4"' if state in ("bad", "unsure") else ""
-    return rect(0, -8, share(_BAR * part), 16, "base" if state == "base" else colour, f' rx="2"{faint}')
+    return rect(0, -8, share(_BAR * part), 16, "base" if state == "base" else colour, f' rx="2"{_faint(state)}')
+
+
+def _faint(state: str) -> str:
+    return ' opacity="0.4"' if state in ("bad", "unsure") else ""
 
 
 def _number(end: float, value: float, state: str, most: float) -> str:
@@ -133,80 +157,31 @@ def _reference(most: float) -> str:
     return line(share(_BAR / most), 0, share(_BAR / most), "100%", "soft", ' stroke-dasharray="2 3"')
 
 
-def _gap(comparison: Comparison, level: LevelResult, reach: float | None) -> str:
+def _gap(level: LevelResult, state: str, of_gaps: _Axis) -> str:
     """Return the cell with the gap to the baseline as a dot, its interval as a line, and the margin as a band."""
-    if reach is None:
-        return _centred(text(0, 4, "not known", "soft"))
-    base, gap = comparison.baseline, level.finding.gap
-    margin = _margin(comparison)
-    left, right = (_place(max(-reach, min(reach, each)), reach) for each in (-margin, margin))
+    gap, reach = level.finding.gap, of_gaps.reach
+    left, right = (of_gaps.place(each) for each in (-of_gaps.margin, of_gaps.margin))
     # A little higher than the row, so that there are no seams between the bands of two rows.
     behind = rect(share(left), "-1%", share(max(right - left, 0.004)), "102%", "band")
     behind += line(share(_ZERO), 0, share(_ZERO), "100%", "soft")
     missing = len(level.final) - len(level.finite)
     lost = f"{missing} of {len(level.final)} {'stopped' if level.stopped else 'not finite'}"
-    if gap is None or base is None:
+    if gap is None:
         at_end = lost if missing else wording.digits(level.mean or 0.0, 4)
-        return behind + _centred(text("99%", 4.5, at_end, "soft" if level is base else "lost", size=12, more=_END))
-    ink, unit = _INKS[headline.state(level, comparison)], _unit(comparison)
-    mean, ends = gap.mean / unit, [each / unit for each in (gap.low, gap.high) if each is not None]
-    made = ""
-    if ends and abs(mean) <= reach:
-        low, high = (_place(max(-reach, min(reach, each)), reach) for each in ends)
-        made += line(share(low), 0, share(high), 0, ink, ' stroke-width="2"')
-        for end, at in zip(ends, (low, high), strict=True):
-            made += line(share(at), -5, share(at), 5, ink, ' stroke-width="2"') if abs(end) <= reach else ""
-    if abs(mean) <= reach:
-        look = f"fill: {var(ink)}; stroke: {var('paper')}"
-        made += f'<circle cx="{share(_place(mean, reach))}" cy="0" r="4.5" style="{look}"/>'
+        return behind + _centred(text("99%", 4.5, at_end, "soft" if state == "base" else "lost", size=12, more=_END))
+    ink, mean, made = _INKS[state], gap.mean / of_gaps.unit, ""
     words = percent_of(gap) or wording.signed(gap.mean)
-    beyond = f"{words} →" if mean > reach else f"← {words}" if mean < -reach else words
-    said = lost if missing else beyond
-    return behind + _centred(made * (not missing) + text("99%", 4.5, said, ink, size=12, more=_END))
-
-
-def _reach(comparison: Comparison) -> float | None:
-    """Return the largest gap on the axis of gaps, which goes from minus this to plus this; None without a baseline.
-
-    It is three margins, or a little more than the farthest interval of a level that is not rejected, whichever is more.
-    The gap of a rejected level may be larger, and is then a number at the edge. If the axis included it, all other gaps
-    would be drawn as one dot.
-    """
-    gaps = [(level, level.finding.gap) for level in comparison.levels if level.finding.gap is not None]
-    if comparison.baseline is None:
-        return None
-    unit = _unit(comparison)
-    near = [
-        abs(each / unit)
-        for level, gap in gaps
-        if not level.finding.rejected
-        for each in (gap.mean, gap.low, gap.high)
-        if each is not None and abs(each) < LARGEST
-    ]
-    return max([3 * _margin(comparison), *(1.1 * each for each in near)])
-
-
-def _place(value: float, reach: float) -> float:
-    """Return the position of a gap in its cell, as a share of the width. The last third is left for the number."""
-    return _ZERO + 0.33 * value / reach
-
-
-def _in_percent(comparison: Comparison) -> bool:
-    """Return whether gaps are drawn as shares of the baseline's result: not if that is 0 or there is no baseline."""
-    return comparison.baseline is not None and bool(comparison.baseline.mean)
-
-
-def _unit(comparison: Comparison) -> float:
-    base = comparison.baseline
-    return abs(base.mean or 1.0) if base is not None else 1.0
-
-
-def _margin(comparison: Comparison) -> float:
-    """Return the margin in the unit of the axis; if the baseline is 0, a share of the largest result."""
-    if _in_percent(comparison):
-        return comparison.margin
-    means = [abs(level.mean) for level in comparison.levels if level.mean and abs(level.mean) < LARGEST]
-    return comparison.margin * max(means, default=1.0)
+    said = lost if missing else f"{words} →" if mean > reach else f"← {words}" if mean < -reach else words
+    if not missing and abs(mean) <= reach:
+        ends = [each / of_gaps.unit for each in (gap.low, gap.high) if each is not None]
+        if ends:
+            low, high = (share(of_gaps.place(each)) for each in ends)
+            made += line(low, 0, high, 0, ink, ' stroke-width="2"')
+            inside = [at for end, at in zip(ends, (low, high), strict=True) if abs(end) <= reach]
+            made += "".join(line(at, -5, at, 5, ink, ' stroke-width="2"') for at in inside)
+        look = f"fill: {var(ink)}; stroke: {var('paper')}"
+        made += f'<circle cx="{share(of_gaps.place(mean))}" cy="0" r="4.5" style="{look}"/>'
+    return behind + _centred(made + text("99%", 4.5, said, ink, size=12, more=_END))
 
 
 def _centred(inside: str) -> str:

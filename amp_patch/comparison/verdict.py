@@ -60,12 +60,12 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
     else:
         first = (accuracy, cost(level)) if found.better else (cost(level), accuracy)
         text = _joined(*first, without, skips, failed)
-    if found.collapsed:  # the rule of a collapse is in `Comparison.test`, which the page prints
+    if found.collapsed:  # the text has the rule of a collapse
         accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
     elif found.gap is not None and not (lost or found.unjudged or seeds_change_nothing(base)):  # the gap has a column
         accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
         if found.by_range or (found.gap.told is None and found.gap.low is not None):
-            accuracy = _what_it_tells(found, found.gap)
+            accuracy = what_it_tells(found, found.gap)
     return Verdict(found.kind, text, found.better, _joined(accuracy, without, skips, cut))
 
 
@@ -125,12 +125,10 @@ def _accuracy(found: Finding, level: LevelResult, base: LevelResult, figure: str
         step = fine_percent(found.rounding / abs(gap.level))
         off = f"{figure} {shortest_distinct(gap.level, gap.base)[0]}, {distance} {base.name}'s"
         return f"{off}: less than the steps of {step} in which losses were recorded"
+    words = f"{gap_in_words(gap, base.name)}: {what_it_tells(found, gap)}"
     if not found.by_range and gap.told is not None:
-        text = shortest_distinct(gap.level, gap.base)[0]
-        return f"{figure} {text}, {gap_in_words(gap, base.name)}: {gap.told} ({margin_in_words(gap)})"
-    return (
-        f"{_beside_the_range(found, gap, base, figure)}; {gap_in_words(gap, base.name)}: {_what_it_tells(found, gap)}"
-    )
+        return f"{figure} {shortest_distinct(gap.level, gap.base)[0]}, {words}"
+    return f"{_beside_the_range(found, gap, base, figure)}; {words}"
 
 
 def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) -> str:
@@ -144,14 +142,17 @@ def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) 
     of_base = shortest_distinct(gap.base)[0]
     distance = relative_distance(gap.level, gap.base)
     outside = f"{figure} {text}{better}{distance} {base.name}'s {of_base}, outside {spread}"
-    if found.p is None:
+    if gap.low is None:
         return f"{outside}, with one seed"
-    test = f"paired t-test p {'< 0.001' if found.p < 0.001 else f'= {two(found.p)}'}"
-    return f"{outside}, {test}" if found.kind == "differs" else f"{outside}, which may be chance ({test})"
+    return outside if found.kind == "differs" else f"{outside}, which may be chance"
 
 
-def _what_it_tells(found: Finding, gap: Gap) -> str:
-    """Put into words what a gap shows whose interval does not decide, or is missing (`Gap.told` is None)."""
+def what_it_tells(found: Finding, gap: Gap) -> str:
+    """Put into words what a gap with an interval shows."""
+    if found.rounding is not None:
+        return "the losses are rounded, less than their steps is not seen"
+    if not found.by_range and gap.told is not None:
+        return f"{gap.told} ({margin_in_words(gap)})"
     if gap.decorrelated:
         said = "the runs have decorrelated, it tells no more than the spread"
         return said if found.kind != "undecided" else f"{said}; {_more_in_words(gap)}"

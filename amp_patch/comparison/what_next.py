@@ -7,7 +7,7 @@ import shlex
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.headline import how_to_use
 from amp_patch.comparison.plan import SEEDS
-from amp_patch.comparison.recommendation import stay
+from amp_patch.comparison.recommendation import verb
 from amp_patch.comparison.unjudged import FEW_STEPS, LEAST_STEPS, in_words
 from amp_patch.comparison.verdict import more_seeds
 from amp_patch.diagnose.recording.run import NATIVE
@@ -62,7 +62,7 @@ def advice(comparison: Comparison) -> str:
     if "undecided" in found.because:
         words = more_seeds(base, found.because["undecided"])
         return f"{words[0].upper()}{words[1:]}."
-    if stay(found) != "Stay with":
+    if verb(found, base) == "Go back to":
         return "Remove the script's own autocast and GradScaler."
     return f"Nothing: {base.level} is the script as it is."
 

@@ -249,21 +249,6 @@ def test_the_table_scrolls_at_400_pixels_and_the_page_does_not(browser, reports,
     assert whole > seen and moved >= whole - seen - 1 and right <= 400, "the last column comes into view"
 
 
-def test_a_printed_page_is_light_and_shows_the_whole_table(browser, reports):
-    """Paper does not scroll, so the whole table must be on the sheet."""
-    browser.view(794, 1123, scheme="dark", media="print")
-    browser.open(reports["many"].as_uri())
-    folded = (
-        "[...document.querySelectorAll('details')].filter(d => d.lastElementChild.getBoundingClientRect().height < 9)"
-    )
-    assert browser.evaluate(f"{folded}.length") == 0
-    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    over = (
-        "[...document.querySelectorAll('table')].filter(t => t.getBoundingClientRect().right > innerWidth + 1).length"
-    )
-    assert browser.evaluate(over) == 0
-
-
 WIDE = "<div style='width: 2000px; height: 9px'>"
 
 

@@ -187,7 +187,6 @@ def test_a_report_ends_with_the_gaps_the_memory_and_the_code_to_paste():
     assert said == [
         "without collapsed with seeds 0, 1 and 2: final loss 5.000 to 7.000; 0.60 of O0's memory",
         "with    as good, gap to O0 +0.0005 (+0.025 %, 95 %: +0.013 to +0.037 %); 0.70 of O0's memory",
-        "It takes 1 MiB more than without, 7.02 MiB in all.",
         "To use it in the script:",
         '    amp.initialize(model, optimizer, opt_level="O2", keep_fp32=["head"])',
         "To use it without an edit:",

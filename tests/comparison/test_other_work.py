@@ -11,7 +11,7 @@ import time
 import pytest
 from compared_runs import made_up_run
 
-from amp_patch.comparison import processes
+from amp_patch.comparison import other_work as processes
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.run.machine import machine

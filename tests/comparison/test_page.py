@@ -73,12 +73,12 @@ def full() -> tuple[Comparison, Tree, str]:
 
 def test_a_page_is_the_card_a_table_and_the_losses(full):
     given, tree, text = full
-    for words in (given.title, given.test, MACHINE["torch"], "ValueError: this does not work"):
+    for words in (given.title, MACHINE["torch"], "ValueError: this does not work"):
         assert words in tree.text
     for level in given.levels:
         assert level.verdict.reason.removeprefix("failed with ") in tree.text
     at = 0
-    for title in ("Stay with O0 (FP32)", "gap to O0, same seeds", "Training loss", "What failed", "How it was decided"):
+    for title in ("Stay with O0 (FP32)", "gap to O0, same seeds", "Training loss", "What failed"):
         at = tree.text.index(title, at)
     heads = re.findall(r'<th scope="col"[^>]*>([^<]*)', text)
     assert heads == [
@@ -135,8 +135,8 @@ def test_a_card_names_the_level_its_gains_the_reason_and_the_certainty():
         "\nUse O4 (BF16)\n",
         "2.0x faster, 12 % less memory, same loss over 3 seeds",
         "The fastest level that is as good as O0.",
-        "O4 ends 0 % from O0 with the same seeds (95 %: -50 to +50 %): no nearer than with other seeds. O0's own ",
-        "seeds lie 50 % apart in loss: less than that is not seen. Faster with each of 3 seeds: 2.00x.",
+        "Gap to O0 0 (0 %, 95 %: -50 to +50 %): the runs have decorrelated, it tells no more than the spread. ",
+        "O0's own seeds lie 50 % apart in loss. Faster with each of 3 seeds: 2.00x.",
         'model, optimizer = amp.initialize(model, optimizer, opt_level="O4")',
         "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()",
         "AMP_PATCH_OPT_LEVEL=O4 python -m amp_patch run --device cpu 'my train.py' --lr 1",
@@ -173,7 +173,7 @@ def test_user_text_is_escaped(tmp_path):
     assert not tree.all("script", "img") and len(tree.all("style")) == 1 and not tree.open
     # Title (twice), machine, note, error (three times), metric (four times).
     seen = tree.text.count(NASTY.replace("\udcff", "?"))
-    assert seen >= 10, f"only {seen}"
+    assert seen >= 9, f"only {seen}"
 
 
 def test_a_report_in_json_restores_the_page(full, tmp_path):

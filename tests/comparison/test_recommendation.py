@@ -116,7 +116,6 @@ def test_losses_are_compared_over_the_steps_that_all_runs_trained():
         "O2 seed 1: trained only 20 steps",
         "the losses are compared over the 20 steps that all runs have in common",
     ]
-    assert "last tenth of the 20 steps" in made.test
     asked = replace(made, asked_steps=50)
     assert asked.notes[0] == "O0 seed 0, O0 seed 1 and O2 seed 0: trained 40 of the 50 steps asked for"
     assert compare(base, asked_steps=50).notes == ["all runs: trained 40 of the 50 steps asked for"]
@@ -132,7 +131,6 @@ def test_a_comparison_keeps_the_notes_of_its_runs():
 def test_a_logged_metric_replaces_the_loss():
     made = compare(logs("O0", 0.5, 0.75), logs("O2", 0.625, 0.625), metric="accuracy", maximize=True)
     assert "final accuracy 0.6250 within the spread of O0's 2 seeds (0.5000 to 0.7500)" in made.levels[1].verdict.text
-    assert "the last value of accuracy that the run gave to amp.log; higher is better" in made.test
     made = compare(logs("O0", 0.5, 0.75), logs("O2", 0.625, None), logs("O3", math.nan, math.inf), metric="accuracy")
     assert made.levels[1].verdict.text.startswith("do not use: gave no accuracy with seed 1; ")
     assert made.levels[2].verdict.text.startswith("do not use: accuracy was not finite with seeds 0 and 1; ")
@@ -198,7 +196,7 @@ def test_a_comparison_is_restored_from_its_json():
     assert (back.title, back.metric, back.maximize, back.asked_steps, back.machine) == (
         *("train.py", "loss", True, 50, {"torch": "2.13"}),
     )
-    assert told["baseline"] == "O0" and told["comparable"] is True and told["test"] == made.test
+    assert told["baseline"] == "O0" and told["comparable"] is True
     o2 = told["levels"][1]
     assert o2["name"] == "O2 FP16" and o2["seeds"] == [0, 1] and o2["failed_seeds"] == []
     assert o2["final"][0] == 1.0 and math.isnan(o2["final"][1])
@@ -249,7 +247,6 @@ def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
         assert made.levels[1].verdict.kind == "so far"
         assert (f"{skipped} of {steps} steps were skipped with seed 0" in made.levels[1].verdict.text) == much
         assert made.summary.startswith("Stay with O0: O2 FP16 skipped too many steps." if much else "Use O2 FP16: 2.0x")
-    assert "more than half of its steps" in made.test and "more than 10 % and 24 of them" in made.test
     low = skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5), 19, 2.0**-20)
     assert judge(base, low).text.endswith("; the loss scale fell to 9.5e-07")
     assert "fell" not in judge(base, skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5), 16, 1.0)).text

@@ -28,20 +28,6 @@ def test_the_distribution_of_student_agrees_with_tables(freedom, p, t):
     assert measures.student(math.inf, freedom) == pytest.approx(1)
 
 
-def test_the_paired_t_test_gives_the_exact_p():
-    # Differences 1, 2, 3: mean 2, deviation 1, t = 2 * sqrt(3) on 2 degrees, where P(|T| <= t) = t / sqrt(2 + t * t).
-    expected = 1 - math.sqrt(12) / math.sqrt(14)
-    assert measures.paired_t_test([11, 12, 13], [10, 10, 10]) == pytest.approx(expected, rel=1e-12)
-    assert measures.paired_t_test([10, 10, 10], [11, 12, 13]) == pytest.approx(expected, rel=1e-12)
-    huge = [1e308 * x for x in (0.1, 0.2, 0.3)]
-    assert measures.paired_t_test(huge, [0, 0, 0]) == pytest.approx(expected)
-    assert measures.paired_t_test([5.0], [1.0]) == 1
-    assert measures.paired_t_test([1.0, 2.0], [1.0, 2.0]) == 1
-    assert measures.paired_t_test([2.0, 3.0], [1.0, 2.0]) == 0, "the same difference twice, without any spread"
-    # The spread of the seeds cancels: the pairs differ by 1, 1.5 and 1, while the seeds are 100 apart.
-    assert measures.paired_t_test([1, 101.5, 201], [0, 100, 200]) < 0.05
-
-
 def test_the_result_of_a_run_is_the_mean_of_its_last_tenth():
     run = Run("O0", loss=[100.0] * 36 + [1.0, 2.0, 3.0, 6.0])
     assert measures.final(run, "loss", 40) == 3.0
@@ -76,7 +62,7 @@ def test_a_mean_within_the_spread_of_seeds_is_as_good():
 def test_a_worse_level_is_not_to_be_used():
     seen = judge(seeds("O0", 1.0, 1.25, 1.5), seeds("O2", 2.0, 2.25, 2.5625, ms=5))
     assert seen.kind == "differs" and not seen.better and not seen.usable
-    # Differences 1, 1, 1.0625: mean 49/48, t = 49 on 2 degrees of freedom, p = 1 - 49 / sqrt(2 + 49 * 49).
+    # Differences 1, 1, 1.0625: mean 49/48; Student's quantile on 2 degrees of freedom is 4.303.
     assert seen.text == (
         "do not use: final loss 2.271, gap to O0 +1 (+82 %, 95 %: +74 to +89 %): worse (margin 0.2 %); 2.0x "
         "faster, same memory"
@@ -95,16 +81,14 @@ def test_a_better_level_is_usable():
     # More is worse unless asked to maximize.
     turned = replace(made, maximize=True)
     assert turned.levels[1].finding.unjudged == "direction", "the baseline's loss falls"
-    assert "higher is better" in turned.test and "lower is better" in made.test
 
 
 def test_a_level_is_undecided_if_the_test_does_not_reject_chance():
     base = seeds("O0", 1.0, 1.25, 1.5)
     seen = judge(base, seeds("O2", 1.0, 1.25, 3.0))  # mean 1.75; differences 0, 0, 1.5: t = 1
     assert seen.kind == "undecided" and not seen.better and not seen.usable
-    p = 1 - 1 / math.sqrt(3)
     assert "40 % above O0's 1.250" in seen.text and seen.text.endswith(
-        f"which may be chance (paired t-test p = {p:.2g}); gap to O0 +0.5 (+40 %, 95 %: -132 to +212 %): the runs have "
+        "which may be chance; gap to O0 +0.5 (+40 %, 95 %: -132 to +212 %): the runs have "
         "decorrelated, it tells no more than the spread; it cannot be told with results this noisy: take more steps, "
         "or a metric"
     )

@@ -8,15 +8,13 @@ kept modules.
 Files:
 
 - `compare.py`: the command `compare`
-- `compare_arguments.py`: its arguments, and the plan that they describe
+- `compare_arguments.py`: its arguments, the plan that they describe, refusal of ranks
 - `compare_folder.py`: arguments and records on disk
-- `compare_launcher.py`: refusal of ranks
 - `run_sequence.py`: the order of the runs
-- `compare_child.py`: a run, in the parent process
+- `compare_child.py`: a run, or the survey of a script, in the parent process
 - `compare_worker.py`: a run, in its own process
 - `compare_progress.py`: printed progress
 - `long_steps.py`: ends a run whose step does not
-- `survey_child.py`: the survey of a script, in its own process
 - `compare_baseline.py`: `--baseline`
 - `batch_search.py`: the largest batch
 - `search.py`: the command `search`: modules that a level must keep

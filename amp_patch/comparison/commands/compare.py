@@ -6,12 +6,12 @@ import argparse
 import sys
 
 from amp_patch.comparison import headline
-from amp_patch.comparison.commands import batch_search, compare_baseline, compare_folder, compare_launcher
-from amp_patch.comparison.commands.compare_arguments import check_script, defaults, plan_of
+from amp_patch.comparison.commands import batch_search, compare_baseline, compare_folder
+from amp_patch.comparison.commands.compare_arguments import check_script, defaults, plan_of, refuse_ranks
+from amp_patch.comparison.commands.compare_child import survey_script
 from amp_patch.comparison.commands.interrupts import Ended, Interrupts
 from amp_patch.comparison.commands.report import comparison_of, print_any_letter, show
 from amp_patch.comparison.commands.run_sequence import RunSequence, ended_by_failures
-from amp_patch.comparison.commands.survey_child import survey_script
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.named_lines import known_as
 from amp_patch.comparison.other_work import OtherWork
@@ -27,7 +27,7 @@ def compare(args: argparse.Namespace) -> None:
     """run a script at several opt levels, compare speed, memory and loss, and write a report"""
     print_any_letter()
     try:
-        compare_launcher.refuse_ranks()
+        refuse_ranks()
         if args.resume is not None:
             args = compare_folder.resumed(args, defaults())
         set_casts(args)
@@ -87,7 +87,7 @@ def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, compar
     what = f"that break {levels}" if levels else "to change before the level's own can be pasted"
     print(f"surveying the first step for lines {what}", flush=True)
     try:
-        survey_script(plan, args, interrupts, known_as(comparison.unexplained))
+        survey_script(plan, args, interrupts.check, known_as(comparison.unexplained))
     except Ended as interrupt:
         return interrupt.status
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from amp_patch.run.run import add_cast_arguments, notebook_advice
 
 _OF_PLAN = ("steps", "dtype", "metric", "maximize", "min_gain", "margin")
 _OF_ONE_CALL = ("out", "levels", "seeds", "quick", "resume", "module", "script", "arguments", "baseline")
+# Environment variables of launchers: the numbers of ranks, and the mark of torchrun.
+_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _EPILOG = """
 The script is not changed. AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides its arguments of
 amp.initialize; it can read the seed from AMP_PATCH_SEED. Its loss, times, memory and loss scale are recorded by
@@ -124,6 +127,23 @@ def again(args: argparse.Namespace) -> str:
             options.append(option if value is True else f"{option}={value}")
     script = ["-m", args.script] if args.module else [args.script]
     return shlex.join([*options, *script, *(["--", *args.arguments] if args.arguments else [])])
+
+
+def refuse_ranks(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise in a process that is one of several ranks, or that torchrun has started: each would compare by itself.
+
+    Raises:
+        ValueError: this is such a process; the message names the environment variable.
+    """
+    several = [name for name in _RANKS if (size := environment.get(name, "")).isdecimal() and int(size) > 1]
+    several += [_TORCHRUN] if environment.get(_TORCHRUN) else []
+    if several:
+        told = f"{several[0]}={environment[several[0]]}"
+        raise ValueError(
+            f"compare: a launcher has started this process ({told}), and each rank would compare "
+            "by itself. Start compare in one process, without a launcher. To train several ranks at a level: "
+            "AMP_PATCH_OPT_LEVEL=O2 torchrun --nproc-per-node 2 -m amp_patch run train.py"
+        )
 
 
 def check_script(args: argparse.Namespace, command: str, resumes: str) -> None:

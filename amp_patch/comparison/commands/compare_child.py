@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from amp_patch.comparison.commands.compare_folder import add_events, keep_outcome, record_of
+from amp_patch.comparison.commands.compare_folder import add_events, keep_outcome, record_of, survey_path
 from amp_patch.comparison.commands.guard import Guard
 from amp_patch.comparison.level_result import left_out
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import interrupted
-from amp_patch.comparison.plan import Plan, name_as_asked
-from amp_patch.diagnose.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, OVERDUE, Failure, Run
+from amp_patch.comparison.plan import BASELINE, Plan, name_as_asked
+from amp_patch.diagnose.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, OVERDUE, Failure, Run, dumps
 from amp_patch.diagnose.wording import without_control_codes
 from amp_patch.run.run import wanted_cuda
-from amp_patch.support.files import fresh
+from amp_patch.support.files import fresh, write_whole
 
 _END = 8.0  # seconds to wait until the guard process has ended a run; it needs less
 _POLL = 0.2  # seconds between two reads of a record
@@ -198,6 +198,23 @@ class Child:
             )
         if run.error is not None and not run.refused and self._args.device is None and wanted_cuda(run.error):
             run.error += "; --device cpu takes the CPU instead"
+
+
+def survey_script(plan: Plan, args: argparse.Namespace, check: Callable[[], None], levels: Sequence[str]) -> None:
+    """Run the script at O0 until its first step is over, and store the survey of that step in the folder `args.out`.
+
+    The step is measured at `levels`. If the script fails, or makes no step, {"failed": the reason} is stored. The
+    process is ended if `check`, which is called repeatedly, raises.
+
+    A survey inside of O0's run would change the run: compiled code would run eagerly, and on a GPU the survey would
+    take memory, by whose free amount cuDNN chooses algorithms. O0's numbers, times and memory therefore come from a
+    process without a survey.
+    """
+    path, run = survey_path(args.out), Run(BASELINE)
+    Child(plan, args, run, OtherWork(), ("survey", ()), (path, levels)).train_alone(check)
+    if not path.exists():
+        with suppress(OSError):  # a full disk: the report has no survey
+            write_whole(path, dumps({"failed": run.error or "it made no step"}) + "\n")
 
 
 def note_caught(run: Run, o0: Run) -> None:

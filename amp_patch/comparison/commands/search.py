@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from amp_patch.comparison import module_search, named_lines
-from amp_patch.comparison.commands import compare_arguments, compare_folder, compare_launcher
+from amp_patch.comparison.commands import compare_arguments, compare_folder
+from amp_patch.comparison.commands.compare_child import survey_script
 from amp_patch.comparison.commands.interrupts import Ended, Interrupts
 from amp_patch.comparison.commands.report import comparison_of, print_any_letter
 from amp_patch.comparison.commands.run_sequence import RunSequence, ended_by_failures
-from amp_patch.comparison.commands.survey_child import survey_script
 from amp_patch.comparison.module_search import Found, Kept, Trial
 from amp_patch.comparison.plan import BASELINE, SEEDS, Plan
 from amp_patch.diagnose.recording.run import Run, dumps
@@ -58,7 +58,7 @@ def search(args: argparse.Namespace) -> None:
     """find which modules of a script must be kept in a higher precision for a level to be as good as FP32"""
     print_any_letter()
     try:
-        compare_launcher.refuse_ranks()
+        compare_arguments.refuse_ranks()
         if args.resume is not None:
             resumed = compare_folder.resumed(args, compare_arguments.defaults(add_arguments))
             args = argparse.Namespace(**{**vars(resumed), "trials": args.trials})
@@ -159,7 +159,7 @@ class _Trials:
         args = argparse.Namespace(**{**vars(self._args), "out": self._args.out / "trial1"})
         if compare_folder.survey_in(args.out) is None:
             try:
-                survey_script(self._plan, args, self.interrupts, [self.level.partition("+")[0]])
+                survey_script(self._plan, args, self.interrupts.check, [self.level.partition("+")[0]])
             except Ended as interrupt:
                 raise _Cut(interrupt.status) from None
         dtype = next((run.dtype for run in self._runs if run.level == self.level), None)
