@@ -50,7 +50,7 @@ from amp_patch.run.unedited.handmade import HandmadeSteps
 from amp_patch.run.unedited.kept_averages import kept_averages
 from amp_patch.run.unedited.loose_tensors import unscaled
 from amp_patch.run.unedited.native import NativePrecision, before_scaling
-from amp_patch.run.unedited.pickles import Pickles
+from amp_patch.run.unedited.pickles import install_pickles
 from amp_patch.run.unedited.processes import Processes, refuse_copies_of_shared, tell
 from amp_patch.run.unedited.refusal import ScriptRefused, untrained, where
 from amp_patch.run.unedited.scaler_states import ScalerStates
@@ -125,7 +125,6 @@ class UneditedScript(observers.Observer):
         self.processes = Processes()
         self.loaders = EmptyLoaders()
         self._direct_forwards = DirectForwards(self._call)
-        self._pickles = Pickles(self._models, self.note_optimizer)
         self._patches = Patches()
 
     def __enter__(self) -> UneditedScript:
@@ -137,9 +136,10 @@ class UneditedScript(observers.Observer):
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        parts = (self.native, self._scalers, self._alone, self._pickles, self._direct_forwards, self.processes)
+        parts = (self.native, self._scalers, self._alone, self._direct_forwards, self.processes)
         for part in (*parts, self.loaders):
             part.install(patches)
+        install_pickles(patches, self._models, self.note_optimizer)
         report_banned_calls(patches, self._say)
         if self._policy.makes_low_tensors:
             install_arrays(patches, self._policy.dtype, self.applies)

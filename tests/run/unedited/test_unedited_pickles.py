@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import sys
@@ -66,8 +67,8 @@ torch.save(model.body, f"{folder}/part.pt")
 torch.save(model, f"{folder}/old.pt", _use_new_zipfile_serialization=False)
 with open(f"{folder}/model.pkl", "wb") as file:
     pickle.dump({"model": model}, file)
-with open(f"{folder}/bytes.pkl", "wb") as file:
-    file.write(pickle.dumps(optimizer))
+with open(f"{folder}/optimizer.pkl", "wb") as file:
+    pickle.dump(optimizer, file, 5)
 """
 # Loads the files in a process without amp_patch.
 LOADS = (
@@ -112,7 +113,7 @@ for folder in sys.argv[1:]:
     held = optimizer.param_groups[0]["params"]
     assert all(map(lambda a, b: a is b, held, model.parameters())) and len(held) == len(found["params"])
     assert all(map(lambda a, b: a is b, held, found["params"])) and {*optimizer.state} <= {*held}
-    with open(f"{folder}/bytes.pkl", "rb") as file:
+    with open(f"{folder}/optimizer.pkl", "rb") as file:
         alone = pickle.load(file)
     for each in optimizer, alone:
         values = [value for state in each.state.values() for value in state.values()]
@@ -221,13 +222,18 @@ class Trainer:
         vars(self).update(parts)
 
 
+def dumped(value: Any) -> bytes:
+    pickle.dump(value, file := io.BytesIO(), 5)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("level", [*LEVELS, "O5+split"])
 def test_models_and_schedules_in_the_scripts_own_objects_are_pickled_plainly(main, level):
     with UneditedScript(level):
         names = run_in(main, NET + TRAINS)
         model, schedule = names["model"], names["schedule"]
-        whole = pickle.dumps(Trainer(first=[{"params": [*model.parameters()]}], model=model, schedule=schedule))
-        saved = [whole, pickle.dumps(schedule), pickle.dumps((copy.deepcopy(model), names["optimizer"]), 5)]
+        whole = dumped(Trainer(first=[{"params": [*model.parameters()]}], model=model, schedule=schedule))
+        saved = [whole, dumped(schedule), dumped((copy.deepcopy(model), names["optimizer"]))]
         state = model.state_dict()
     amp.restore()
     assert not any(b"amp_patch" in each for each in saved)
@@ -239,7 +245,7 @@ def test_models_and_schedules_in_the_scripts_own_objects_are_pickled_plainly(mai
 
 
 def test_functions_of_pickle_and_torch_are_restored(main):
-    owners = [(torch, "save"), (torch, "load"), (torch.serialization, "save"), (pickle, "dump"), (pickle, "dumps")]
+    owners = [(torch, "save"), (torch, "load"), (pickle, "dump")]
     owners += [
         (pickle, "load"),
         (pickle, "loads"),
