@@ -4,16 +4,13 @@ Files:
 
 - `script.py`: replaces `backward` and `step` of the script's optimizers; start here
 - `source.py`: scripts that choose their precision by amp_patch or Apex
-- `refusal.py`: the error, with the lines to add
+- `refusal.py`: the error, with the lines to add; optimizers whose closure cannot be run before `step()`
 - `native.py`: torch.autocast and GradScaler of the script: disabled or kept
 - `scaler_states.py`: state dicts of disabled GradScalers
 - `called_alone.py`: calls that mix FP32 with low-precision weights
 - `direct_forwards.py`: direct calls of `module.forward(x)`
-- `banned_calls.py`: binary_cross_entropy
-- `closures.py`: optimizers whose closure cannot be run before `step()`
-- `kept_averages.py`: averages of weights inside the module that is called
+- `decisions.py`: what is FP32 for the script: NumPy arrays of outputs, binary_cross_entropy, averages of weights
 - `loose_tensors.py`: trained tensors outside of any model
-- `arrays.py`: NumPy arrays of outputs
 - `pickles.py`: files that the script saves
 - `empty_loaders.py`: loaders without a batch
 - `exports.py`: exports of a model in training

@@ -1,9 +1,13 @@
-"""The error for a script that cannot be trained unedited: its message names the lines to add."""
+"""The error for a script that cannot be trained unedited, whose message names the lines to add; and who raises it."""
 
 from __future__ import annotations
 
 from collections.abc import Sized
+from typing import Any
 
+import torch
+
+from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import frames, place
 
 _LINES = """
@@ -66,6 +70,29 @@ def untrained(optimizers: Sized, initialized: Sized, evaluated: bool, empty: str
         why = "no batch came: it called no module whose parameters an optimizer holds"
         then = "A loader with drop_last has no batch of fewer samples"
     return ScriptRefused(why, line=False, lines="", then=then)
+
+
+def refuse_lbfgs(optimizer: Any) -> None:
+    """Raise ScriptRefused if the optimizer is LBFGS, which calls its closure several times in one step."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ScriptRefused(
+            "LBFGS evaluates its closure several times inside of step()",
+            "inside of the closure, and compare --levels O0,O4: no other level can train with LBFGS",
+        )
+
+
+def refuse_unknown_use(optimizer: Any) -> None:
+    """Raise ScriptRefused for an optimizer that may call its closure other than once, at the beginning of `step()`.
+
+    All optimizers of torch except LBFGS call it once at the beginning. It is unknown for all others.
+    """
+    refuse_lbfgs(optimizer)
+    base = base_class(optimizer)
+    if base.__module__.partition(".")[0] != "torch":
+        raise ScriptRefused(
+            f"step() is given a closure, and it is not known when {base.__name__} calls it",
+            "and run the body of the closure before step(), which is then called without it",
+        )
 
 
 def _lightnings_lines() -> str:

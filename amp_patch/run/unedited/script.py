@@ -39,20 +39,17 @@ from amp_patch.environment import overridden
 from amp_patch.frontend import initialize_as, load_state_dict, state_dict
 from amp_patch.policy import Options, resolve
 from amp_patch.run.unedited import loose_tensors
-from amp_patch.run.unedited.arrays import install_arrays
-from amp_patch.run.unedited.banned_calls import report_banned_calls
 from amp_patch.run.unedited.called_alone import CalledAlone
-from amp_patch.run.unedited.closures import refuse_lbfgs, refuse_unknown_use
+from amp_patch.run.unedited.decisions import install_arrays, kept_averages, report_banned_calls
 from amp_patch.run.unedited.direct_forwards import DirectForwards
 from amp_patch.run.unedited.empty_loaders import EmptyLoaders
 from amp_patch.run.unedited.exports import Exports
 from amp_patch.run.unedited.handmade import HandmadeSteps
-from amp_patch.run.unedited.kept_averages import kept_averages
 from amp_patch.run.unedited.loose_tensors import unscaled
 from amp_patch.run.unedited.native import NativePrecision, before_scaling
 from amp_patch.run.unedited.pickles import install_pickles
 from amp_patch.run.unedited.processes import Processes, refuse_copies_of_shared, tell
-from amp_patch.run.unedited.refusal import ScriptRefused, untrained, where
+from amp_patch.run.unedited.refusal import ScriptRefused, refuse_lbfgs, refuse_unknown_use, untrained, where
 from amp_patch.run.unedited.scaler_states import ScalerStates
 from amp_patch.run.unedited.source import chooses_its_level
 from amp_patch.support import fsdp

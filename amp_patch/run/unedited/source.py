@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
 from typing import Any
+
+from amp_patch.run.apex_served import imported
 
 _OURS = ("amp_patch", "apex")
 # Modules and names of amp_patch and Apex by which a script chooses its precision.
@@ -29,21 +30,12 @@ def chooses(tree: ast.AST) -> bool:
 
     An import for other parts (`amp.log`, SyncBatchNorm, FusedAdam) chooses none.
     """
-    imported = [(bound, path) for node in ast.walk(tree) for bound, path in _imports(node) if path[0] in _OURS]
-    ours = {bound for bound, _ in imported}
-    return any(not _CHOICES.isdisjoint(path) for _, path in imported) or any(
-        isinstance(node, ast.Attribute) and node.attr in _CHOICES and _root(node) in ours for node in ast.walk(tree)
+    clauses = (clause for node in ast.walk(tree) for clause in imported(node))
+    ours = [(clause.bound, path) for clause in clauses if (path := clause.asked.split("."))[0] in _OURS]
+    names = {bound for bound, _ in ours}
+    return any(not _CHOICES.isdisjoint(path) for _, path in ours) or any(
+        isinstance(node, ast.Attribute) and node.attr in _CHOICES and _root(node) in names for node in ast.walk(tree)
     )
-
-
-def _imports(node: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name that is bound, parts of the imported path) for each clause of an import statement."""
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            yield alias.asname or alias.name.partition(".")[0], alias.name.split(".")
-    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        for alias in node.names:
-            yield alias.asname or alias.name, [*node.module.split("."), alias.name]
 
 
 def _root(node: ast.AST) -> str:
