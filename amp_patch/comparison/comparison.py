@@ -272,8 +272,8 @@ class Comparison:
         if self.metric == LOSS and len({run.steps for run in well if id(run) not in self._stopped}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         lines += self._rounded_losses
-        lines += [note for note in (self.kernels_note,) if note]
-        lines += lost_without_masters.notes(self.levels, self.losing_note)
+        lines += [note for note in (self.kernels_note, self.losing_note) if note]
+        lines += lost_without_masters.notes(self.levels)
         base = self._base
         if base is not None and base.level != BASELINE and any(level.level == BASELINE for level in self._groups):
             lines.append(f"{BASELINE} gave no results; the others are compared with {base.name}")

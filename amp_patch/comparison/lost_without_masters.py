@@ -37,20 +37,16 @@ def by_script(base: LevelResult, levels: Iterable[LevelResult]) -> str:
     return f"{lost}: its weights are {type_name(kind)} and have no masters"
 
 
-def notes(levels: Iterable[LevelResult], by_script: str = "") -> list[str]:
+def notes(levels: Iterable[LevelResult]) -> list[str]:
     """Return a line for each low-precision type of a level: the share of updates that weights without masters lose.
 
     If the share is at least FEW, the line also names the levels and rungs that lose none.
-
-    Args:
-        by_script: a line to put first, from the function of this name; "" for none.
     """
     found: dict[str, LevelResult] = {}
     for level in levels:
         if level.dtype is not None and level.lost_updates is not None:
             found.setdefault(level.dtype, level)
-    said = [_note(dtype, level.lost_updates or 0.0) for dtype, level in found.items()]
-    return [by_script, *said] if by_script else said
+    return [_note(dtype, level.lost_updates or 0.0) for dtype, level in found.items()]
 
 
 def _note(dtype: str, share: float) -> str:

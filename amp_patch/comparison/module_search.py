@@ -17,7 +17,6 @@ from amp_patch.comparison.unjudged import OF_LEVEL
 from amp_patch.comparison.verdict import gap_in_words
 from amp_patch.diagnose import wording
 from amp_patch.environment import named_level
-from amp_patch.policy import OPT_LEVELS
 
 Kept = tuple[str, ...]
 
@@ -215,7 +214,7 @@ def _named(names: Kept, most: int = 6) -> str:
 
 def argument(level: str) -> str:
     """Return the argument of `initialize` that lists kept modules: "keep_fp32", or "keep_high" at O6 and O7."""
-    return "keep_fp32" if OPT_LEVELS[named_level(level).level].product_format is None else "keep_high"
+    return keep_variable(level).removeprefix("AMP_PATCH_").lower()
 
 
 def report(level: str, found: Found, command: str) -> list[str]:

@@ -54,14 +54,12 @@ def html(comparison: Comparison) -> str:
     base, cards = comparison.baseline, rows(comparison)
     of_machine = [note for note in (comparison.lack_note, comparison.kernels_note) if note]
     *before, last = what_next.commands(comparison) or [("", "")]
-    won = any(headline.state(level, comparison) == "best" for level in comparison.levels)
     return _template().render(
         comparison=comparison,
         colours=COLOURS,
         base=base.name if base is not None else "",
         headline=headline.headline(comparison),
         about=_about(comparison),
-        won=won,
         gains=headline.gains(comparison),
         said={
             "Why": headline.why(comparison),
@@ -143,15 +141,9 @@ def _finding(level: LevelResult, comparison: Comparison) -> Cell:
 
 
 def _gap(level: LevelResult) -> Cell:
-    """Return the level's gap in per cent and in the metric's unit, and its interval."""
+    """Return the level's gap in per cent, in the metric's unit if the baseline is 0, and its interval."""
     gap = level.finding.gap
-    if gap is None:
-        return Cell()
-    unit = wording.signed(gap.mean)
-    if gap.low is not None and gap.high is not None:
-        unit += f" ({wording.signed(gap.low)} to {wording.signed(gap.high)})"
-    percent = percent_of(gap)
-    return Cell(percent or unit, ", ".join(filter(None, [interval_of(gap), unit if percent else ""])))
+    return Cell() if gap is None else Cell(percent_of(gap) or wording.signed(gap.mean), interval_of(gap))
 
 
 def _number(value: float | None) -> str:

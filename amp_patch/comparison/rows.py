@@ -12,7 +12,7 @@ from amp_patch.comparison import headline, measures
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.drawing import LARGEST, line, rect, share, text, ticks, var
 from amp_patch.comparison.level_result import LevelResult
-from amp_patch.comparison.verdict import gap_in_words, percent_of
+from amp_patch.comparison.verdict import percent_of
 from amp_patch.diagnose import wording
 
 _NUMBER = 0.36  # a number with its margin, as a share of the narrowest cell (150 pixels)
@@ -47,13 +47,8 @@ def rows(comparison: Comparison) -> list[Row]:
             made.append(Row(state, level, short, "", "", "", f"{level.name}: {short}"))
             continue
         cells = (_speed(level, state, fastest), _memory(level, state, largest), _gap(level, state, of_gaps))
-        ends = ", ".join(wording.figure(value) for value in level.final)
-        unknown = "emulated, speed not known" if level.emulated else "speed not known"
-        speed = f"speed {wording.ratio(level.speedup.median)}" if level.speedup else unknown
-        memory = f"memory {wording.ratio(level.memory)}" if level.memory else "memory not known"
-        gap = f", {gap_in_words(level.finding.gap, 'it')}" if level.finding.gap is not None else ""
-        alt = f"{level.name}: {short}; {speed}, {memory} of the baseline's; {ends}{gap}"
-        made.append(Row(state, level, short, *cells, alt))
+        said = level.verdict.reason if level.failed else level.verdict.text  # errors are short in the first
+        made.append(Row(state, level, short, *cells, f"{level.name}: {short}; {said}"))
     return made
 
 

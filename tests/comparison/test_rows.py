@@ -58,7 +58,7 @@ def test_a_gap_below_the_spread_of_seeds_is_drawn_with_its_interval():
     assert dot(cell) == [pytest.approx(ZERO + HALF * 0.08 / 0.6, abs=0.01)]
     ends = [ZERO + HALF * 100 * end / mean / 0.6 for end in (gap.low, gap.high)]
     assert interval(cell) == pytest.approx(ends, abs=0.01)
-    assert "+0.08 %" in cell and "gap to it +0.0016 (+0.08 %, 95 %" in row(made).alt
+    assert "+0.08 %" in cell and "gap to O0 +0.0016 (+0.08 %, 95 %" in row(made).alt
 
 
 def test_all_levels_share_an_axis_that_ends_at_the_farthest_usable_interval():

@@ -30,7 +30,7 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Turn the casts of O1 on for the whole process, without a model (the API before `initialize`).
 
     ``AMP_PATCH_OPT_LEVEL`` in the environment may select O4 or O0 instead; see `AmpHandle`.
@@ -47,10 +47,6 @@ def init(
     Raises:
         ValueError: an invalid loss scale. Nothing was changed then.
     """
-    handle: AmpHandle | NoOpHandle
-    if enabled:
-        handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned=allow_banned)
-    else:
-        handle = NoOpHandle()
-    _amp_state.handle = handle
-    return handle
+    made = AmpHandle(loss_scale, enable_caching, verbose, allow_banned=allow_banned) if enabled else NoOpHandle()
+    _amp_state.handle = made
+    return made

@@ -149,7 +149,8 @@ class AmpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Return the optimizer wrapped in an object with a method `scale_loss`, for `num_loss` losses an iteration."""
-        self._adopt(optimizer, num_loss)
+        if self._active:
+            self._adopt(optimizer, num_loss)
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
@@ -173,37 +174,12 @@ class AmpHandle:
         """Free the casts of weights that this thread has cached."""
         casts_state.drop_cache()
 
-    def remove_cache(self, param: Tensor) -> None:
-        """Free the cached casts of all weights of this thread, that of `param` included."""
-        casts_state.drop_cache()
 
+class NoOpHandle(AmpHandle):
+    """The handle of `amp.init(enabled=False)`: it casts and scales nothing."""
 
-class NoOpHandle:
-    """The handle of `amp.init(enabled=False)`."""
-
-    has_cache = False
-    verbose = False
-
-    def is_active(self) -> bool:
-        """Return False: nothing is cast."""
-        return False
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Return the optimizer wrapped in an object whose `scale_loss` scales nothing."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Return a context manager that yields `loss` itself and does nothing at its end."""
-        return nullcontext(loss)
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def _clear_cache(self) -> None:
-        pass
-
-    def _deactivate(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self.has_cache = self.verbose = self._active = False
 
 
 def _enabled(optimizers: Any) -> bool:

@@ -35,11 +35,7 @@ def report(args: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    added: dict[str, int] = {}  # level that is not in the plan -> its first seed
-    for run in runs:
-        if run.level not in plan.levels:
-            added[run.level] = min(run.seed, added.get(run.level, run.seed))
-    wanted = len(plan.levels) * plan.seeds + sum(plan.seeds - first for first in added.values())
+    wanted = plan.seeds * len({*plan.levels, *(run.level for run in runs)})
     if status := show(comparison_of(asked, plan, runs, wanted, told), args.folder):
         sys.exit(status)
 
