@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from amp_patch.comparison import measures
-from amp_patch.comparison.commands.compare_child import Child, was_out_of_memory
+from amp_patch.comparison.commands.compare_child import Child
 from amp_patch.comparison.commands.interrupts import Ended, Interrupts
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import Plan
 from amp_patch.diagnose import wording
-from amp_patch.diagnose.recording.run import Run, dumps
+from amp_patch.diagnose.recording.run import KILLED, OUT_OF_MEMORY, Run, dumps
 from amp_patch.diagnose.text_table import in_columns
 from amp_patch.support.files import write_whole
 
@@ -92,7 +92,7 @@ def _search(args: argparse.Namespace, plan: Plan, level: str, limit: int, interr
         memory = measures.memory_bytes(run) if run.error is None else None
         size = {"memory_bytes": memory, "activations": run.activations, "samples": max(run.samples, default=0)}
         found["tried"].append({"batch": batch, **size, "error": run.error})
-        if memory is None and not was_out_of_memory(run):
+        if memory is None and run.error_kind not in (OUT_OF_MEMORY, KILLED):  # the system kills for lack of memory
             why = run.error_in_full if run.error else "its activations could not be counted (fewer than two steps?)"
             found["problem"] = f"failed with {batch}: {why}"
             if run.refused or (level == plan.levels[0] and found["batch"] is None):

@@ -21,7 +21,7 @@ from amp_patch.comparison.level_result import left_out
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import interrupted
 from amp_patch.comparison.plan import BASELINE, Plan, name_as_asked
-from amp_patch.diagnose.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, OVERDUE, Failure, Run, dumps
+from amp_patch.diagnose.recording.run import EXITED, KILLED, NATIVE, OVERDUE, Failure, Run, dumps
 from amp_patch.diagnose.wording import without_control_codes
 from amp_patch.run.run import wanted_cuda
 from amp_patch.support.files import fresh, write_whole
@@ -235,11 +235,6 @@ def note_caught(run: Run, o0: Run) -> None:
     if run.error is not None:
         why = run.caught or "its log names no error; perhaps it goes on from a checkpoint that the first run wrote"
         run.error, run.refused = f"it made no step, where O0 made {o0.steps}: {why}", False
-
-
-def was_out_of_memory(run: Run) -> bool:
-    """Return whether the run failed for lack of memory: by its error, or by SIGKILL, the system's signal for that."""
-    return run.error_kind in (OUT_OF_MEMORY, KILLED)
 
 
 def _is_whole(record: Path) -> bool:

@@ -9,7 +9,7 @@ Files:
 - `scaler_states.py`: state dicts of disabled GradScalers
 - `called_alone.py`: calls that mix FP32 with low-precision weights
 - `direct_forwards.py`: direct calls of `module.forward(x)`
-- `decisions.py`: what is FP32 for the script: NumPy arrays of outputs, binary_cross_entropy, averages of weights
+- `decisions.py`: FP32 for NumPy arrays of outputs, binary_cross_entropy and averages of weights
 - `loose_tensors.py`: trained tensors outside of any model
 - `pickles.py`: files that the script saves
 - `empty_loaders.py`: loaders without a batch

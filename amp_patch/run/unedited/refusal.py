@@ -1,4 +1,4 @@
-"""The error for a script that cannot be trained unedited, whose message names the lines to add; and who raises it."""
+"""The error for a script that cannot be trained unedited: its message names the lines to add. Refusals by it."""
 
 from __future__ import annotations
 
