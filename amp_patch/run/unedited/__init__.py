@@ -5,8 +5,7 @@ Files:
 - `script.py`: replaces `backward` and `step` of the script's optimizers; start here
 - `source.py`: scripts that choose their precision by amp_patch or Apex
 - `refusal.py`: the error, with the lines to add; optimizers whose closure cannot be run before `step()`
-- `native.py`: torch.autocast and GradScaler of the script: disabled or kept
-- `scaler_states.py`: state dicts of disabled GradScalers
+- `native.py`: torch.autocast and GradScaler of the script: disabled or kept; state dicts of disabled GradScalers
 - `called_alone.py`: calls that mix FP32 with low-precision weights
 - `direct_forwards.py`: direct calls of `module.forward(x)`
 - `decisions.py`: FP32 for NumPy arrays of outputs, binary_cross_entropy and averages of weights

@@ -46,11 +46,10 @@ from amp_patch.run.unedited.empty_loaders import EmptyLoaders
 from amp_patch.run.unedited.exports import Exports
 from amp_patch.run.unedited.handmade import HandmadeSteps
 from amp_patch.run.unedited.loose_tensors import unscaled
-from amp_patch.run.unedited.native import NativePrecision, before_scaling
+from amp_patch.run.unedited.native import NativePrecision, ScalerStates, before_scaling
 from amp_patch.run.unedited.pickles import install_pickles
 from amp_patch.run.unedited.processes import Processes, refuse_copies_of_shared, tell
 from amp_patch.run.unedited.refusal import ScriptRefused, refuse_lbfgs, refuse_unknown_use, untrained, where
-from amp_patch.run.unedited.scaler_states import ScalerStates
 from amp_patch.run.unedited.source import chooses_its_level
 from amp_patch.support import fsdp
 from amp_patch.support.compiled import not_traced, uncompiled
