@@ -119,8 +119,8 @@ def _of_level(level: LevelResult, later: LevelResult | None, before: Comparison,
         found.append(f"seed {seed} has no finite result")
     growth = _growth(level, later, before, now)
     if growth is not None and now.baseline is not None and growth.told == "worse":
-        gaps = f"{percent(growth.level)}, and was {percent(growth.base)} before"
-        found.append(f"its gap to {now.baseline.level} is {gaps}")
+        gap, earlier = signed_percents(growth.level), signed_percents(growth.base)
+        found.append(f"its gap to {now.baseline.level} is {gap[0]} %, and was {earlier[0]} % before")
     for name, either_way in _BYTES.items():
         one, other = (measures.median(getattr(run, name) for run in each.runs) for each in (level, later))
         if one is None or other is None:

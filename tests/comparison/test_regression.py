@@ -57,6 +57,12 @@ def test_a_planted_regression_is_found_once_and_at_its_level(what):
     assert not more or what in ("all seeds diverge", "one seed diverges")
 
 
+def test_a_gap_that_has_grown_is_told_with_signs():
+    before = compare(O0, seeds("O2", 0.98, 1.98, 2.98, masters=8000, activations=1000))
+    (found,) = regressions(before, PLANTED["a gap of 10 %"])
+    assert found.what == "its gap to O0 is +10 %, and was -1 % before"
+
+
 @pytest.mark.parametrize("finals", [(1.001, 2.001, 3.001), (1.0, 2.0, 3.0), (1.002, 2.001, 3.003), (0.9, 1.9, 2.9)])
 def test_a_level_that_is_no_worse_than_the_margin_is_no_regression(finals):
     assert regressions(compare(O0, BEFORE), later(*finals)) == []
