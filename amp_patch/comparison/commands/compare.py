@@ -14,6 +14,7 @@ from amp_patch.comparison.commands.report import comparison_of, print_any_letter
 from amp_patch.comparison.commands.run_sequence import RunSequence, ended_by_failures
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.named_lines import known_as
+from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import Plan
 from amp_patch.comparison.regression import are_decided
 from amp_patch.diagnose.recording.run import Run
@@ -44,22 +45,36 @@ def compare(args: argparse.Namespace) -> None:
         if args.batch_search is not None:
             sys.exit(batch_search.run(args, plan, interrupts))
         print(f"starting {', '.join(plan.levels)}", flush=True)
-
-        def decided(runs: list[Run]) -> bool:
-            """Return whether --baseline's answer is sure."""
-            return before is not None and are_decided(before, comparison_of(args, plan, runs, len(runs), {}))
-
-        sequence = RunSequence(plan, args, interrupts, found, decided=decided)
         with ended_by_failures("compare", args.script):
-            cut = sequence.train()
-        told = compare_folder.keep_machine(args.out, machine(sequence.load.words()))
-        comparison = comparison_of(args, plan, sequence.runs, sequence.asked, told)
+            runs, asked, cut, load = _measure(plan, args, interrupts, found, before)
+        told = compare_folder.keep_machine(args.out, machine(load.words()))
+        comparison = comparison_of(args, plan, runs, asked, told)
         if (comparison.unexplained or headline.is_served(comparison)) and comparison.survey is None and not cut:
             cut = _survey(plan, args, interrupts, comparison)
-            comparison = comparison_of(args, plan, sequence.runs, sequence.asked, told)
+            comparison = comparison_of(args, plan, runs, asked, told)
         shown = show(comparison, args.out)
         if status := cut or shown or (0 if before is None else compare_baseline.tell(before, comparison, args)):
             sys.exit(status)
+
+
+def _measure(
+    plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: list[Run], before: Comparison | None
+) -> tuple[list[Run], int, int, OtherWork]:
+    """Train the runs of the plan that are not in `found` as finished, until --baseline's answer is sure.
+
+    Returns:
+        runs: `RunSequence.runs`, the runs in `found` included.
+        planned: the planned number of runs.
+        status: the exit status if a signal interrupted the runs; else 0.
+        load: the readings of other work on the machine.
+    """
+
+    def decided(runs: list[Run]) -> bool:
+        return before is not None and are_decided(before, comparison_of(args, plan, runs, len(runs), {}))
+
+    sequence = RunSequence(plan, args, interrupts, found, decided=decided)
+    cut = sequence.train()
+    return sequence.runs, sequence.asked, cut, sequence.load
 
 
 def _survey(plan: Plan, args: argparse.Namespace, interrupts: Interrupts, comparison: Comparison) -> int:
