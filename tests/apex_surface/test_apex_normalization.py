@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -144,6 +145,11 @@ def test_statistics_are_fp32(dtype):
 
 def test_code_that_looks_for_memory_efficient_among_the_arguments_finds_it():  # GPT-NeoX, NeMo
     assert "memory_efficient" in inspect.getfullargspec(functions.FusedLayerNormAffineFunction.forward).args
+
+
+def test_functions_are_pickled_by_name():
+    for function in (functions.fused_layer_norm_affine, functions.fused_rms_norm, functions.fused_layer_norm):
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 @pytest.mark.parametrize("device", DEVICES)

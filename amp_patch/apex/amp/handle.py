@@ -144,8 +144,8 @@ class AmpHandle:
             if stash is not None and stash.policy is before:  # the optimizer may be in another training by now
                 stash.policy = after
 
-    def _disable_casts(self) -> regions.region:
-        return disable_casts()
+    def _disable_casts(self) -> AbstractContextManager[Any]:
+        return disable_casts() if self._active else nullcontext()
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Return the optimizer wrapped in an object with a method `scale_loss`, for `num_loss` losses an iteration."""

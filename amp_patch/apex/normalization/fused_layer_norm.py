@@ -125,6 +125,7 @@ def fused_layer_norm(
 
 
 fused_layer_norm_affine = _autocast(FusedLayerNormAffineFunction.apply)
+fused_layer_norm_affine.__name__ = fused_layer_norm_affine.__qualname__ = "fused_layer_norm_affine"  # pickled by name
 
 
 @_autocast
