@@ -148,7 +148,7 @@ def _beside_the_range(found: Finding, gap: Gap, base: LevelResult, figure: str) 
 
 
 def what_it_tells(found: Finding, gap: Gap) -> str:
-    """Put into words what a gap with an interval shows."""
+    """Put into words what a gap shows, with its interval or without one."""
     if found.rounding is not None:
         return "the losses are rounded, less than their steps is not seen"
     if not found.by_range and gap.told is not None:
