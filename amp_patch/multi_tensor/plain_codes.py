@@ -27,7 +27,8 @@ def encode(values: Tensors, codes: Tensors, scales: Tensors) -> None:
         if code.dtype in KEPT:  # numbers that become infinite are the smallest of the block but 0
             sizes = torch.where((sizes >= _MOST) & (sizes <= _INFINITE), 1, sizes)
         most = sizes.amax(1)
-        tiny = torch.where(most < _LEAST, 0 if code.dtype in SIGNED else most.sign() * _LEAST, most)
+        least = 0 if code.dtype in SIGNED else _LEAST * (1 if code.dtype in KEPT else most.sign())
+        tiny = torch.where(most < _LEAST, least, most)
         bits = torch.where(most < _MOST, tiny, _NAN)
         scale.copy_(bits.view(torch.float32))
         scaled = blocks * (_top(code.dtype) / bits.view(torch.float32)).unsqueeze(1)

@@ -15,10 +15,10 @@
 // In a block that is not all zeros, no square is decoded as 0: the step would divide its momentum by eps alone. For the
 // same reason a block of squares whose largest is below kLeast has kLeast as its scale, and if the smallest codes of a
 // block would be subnormal (scale below kUniform), all its codes are the largest. A negative square is encoded as its
-// magnitude. The scale of activations has the same floor. A block of momenta whose largest is below kLeast is decoded
-// as zeros. If a block has a NaN, an infinity or a magnitude of kMost or more, its scale is NaN, so all its numbers are
-// decoded as NaN. A block of activations has a NaN scale only if it has a NaN: the scale is the largest magnitude below
-// kMost, and larger ones become infinite.
+// magnitude. The scale of activations has the same floor, also in a block of zeros, so that their signs are in the
+// codes. A block of momenta whose largest is below kLeast is decoded as zeros. If a block has a NaN, an infinity or a
+// magnitude of kMost or more, its scale is NaN, so all its numbers are decoded as NaN. A block of activations has a NaN
+// scale only if it has a NaN: the scale is the largest magnitude below kMost, and larger ones become infinite.
 #pragma once
 
 #include <c10/util/Half.h>
@@ -59,6 +59,7 @@ template <Codes kCodes>
 C10_HOST_DEVICE inline float scale_of(uint32_t most) {
   if (most >= kMost) return from_bits(kNan);
   if (most >= kLeast) return from_bits(most);
+  if (kCodes == Codes::kKept) return from_bits(kLeast);
   return kCodes == Codes::kSigned || most == 0 ? 0 : from_bits(kLeast);
 }
 

@@ -212,6 +212,19 @@ def test_codes_of_activations_keep_signs_and_zeros(low, scale):
 
 
 @on_every_set
+@pytest.mark.parametrize("low", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("largest", [0.0, 1e-40, 1.0])
+def test_zeros_of_activations_keep_their_sign_also_where_a_block_has_nothing_else(low, largest):
+    values = torch.zeros(700, dtype=low)
+    values[1::3] = -0.0
+    values[600] = largest
+    codes, scales = encoded(values, KEPT)
+    again = torch.ones_like(values)
+    mt.multi_tensor_decode([codes], [again], [scales])
+    assert torch.equal(again.signbit(), values.signbit()) and torch.equal(again == 0, values == 0)
+
+
+@on_every_set
 @pytest.mark.parametrize("mask", [-INF, INF, torch.finfo(torch.float32).min, torch.finfo(BF16).min])
 def test_activations_of_two_numbers_and_masks_are_exact(mask):
     values = torch.zeros(600)
