@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -45,6 +46,9 @@ _EXACT = dict.fromkeys(_OF_ONE, 1) | dict.fromkeys(_OF_TWO, 2)
 # Checkpoints save the inputs of a part, from which backward computes it again; a loss saves logits, and backward takes
 # their exponential.
 _EXACT_FILES = {"torch.utils.checkpoint", "amp_patch.casts.lean_loss"}
+# The ends of names in torch.nn.functional: losses compare predictions with targets that they are close to, and
+# coordinates are positions in an image.
+_EXACT_FUNCTIONS = "_loss", "cross_entropy", "with_logits", "grid_sample"
 _COMPARED = (
     "forward: saved_activations='8bit' has stored the operand of an op such as amax or logsumexp as codes, and its "
     "backward compares the operand with the result; run the op inside "
@@ -118,6 +122,8 @@ class _Saves:
         dense = x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
         place = (x.numel(),) if dense else (x.shape, x.stride())
         storage = x.untyped_storage()
+        if not dense and x.numel() * x.element_size() > storage.nbytes():
+            return None  # expanded, or windows that overlap: its memory is smaller than its codes may be
         key = storage.data_ptr(), x.storage_offset(), place, x.dtype, x._version
         found = self._made.get(key)
         if found is None or found[0].expired() or is_exact:  # a later tensor may have the memory of a freed one
@@ -137,10 +143,13 @@ class _Saves:
 
 
 def _is_computed(saved: Tensor) -> bool:
-    """Tell whether a tensor with a gradient is no function of one weight alone, such as a weight's cast."""
+    """Tell whether a tensor with a gradient is no function of one weight alone, such as a weight's cast.
+
+    The rows that an embedding chooses are activations.
+    """
     node = (saved if saved._base is None else saved._base).grad_fn
     for _ in range(4):
-        if node is None or len(node.next_functions) != 1:
+        if node is None or len(node.next_functions) != 1 or node.name() == "EmbeddingBackward0":
             break
         node = node.next_functions[0][0]
     return not isinstance(getattr(node, "variable", None), nn.Parameter)
@@ -148,8 +157,11 @@ def _is_computed(saved: Tensor) -> bool:
 
 def _is_saved_exactly() -> bool:
     frame: Any = sys._getframe(3)  # the code whose call saves; `Function.apply` may be between
-    outer = frame.f_back or frame
-    return frame.f_globals.get("__name__") in _EXACT_FILES or outer.f_globals.get("__name__") in _EXACT_FILES
+    for caller in (frame, frame.f_back or frame):
+        file = caller.f_globals.get("__name__")
+        if file in _EXACT_FILES or (file == F.__name__ and caller.f_code.co_name.endswith(_EXACT_FUNCTIONS)):
+            return True
+    return False
 
 
 def _encode(x: Tensor) -> _Coded:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import DEVICES
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -191,6 +192,35 @@ def held_bytes(model: nn.Module, inputs: Tensor) -> int:
     return held
 
 
+class Gated(nn.Module):
+    """Multiplies by a view of few elements: one for each row, or windows that overlap."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view, self.weight = view, nn.Parameter(torch.ones(64, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view((x * self.weight).sin()) * self.weight[:, :1]
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, :1].expand(64, 8192), lambda x: x.unfold(1, 64, 1).transpose(0, 1)])
+def test_views_of_few_elements_take_no_memory_of_their_own(view):
+    kept = []
+    for coded in (False, True):
+        kept.append(held_bytes(trained(Gated(view), "O5", None, coded), torch.randn(64, 128)))
+        amp.restore()
+    assert kept[1] <= kept[0]
+
+
+def test_what_an_embedding_chooses_is_coded():
+    kept = []
+    for coded in (False, True):
+        model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64))
+        kept.append(held_bytes(trained(model, "O5", None, coded), torch.arange(512) % 50))
+        amp.restore()
+    assert kept[1] < kept[0] - 0.45 * 2 * 512 * 64
+
+
 def test_a_value_is_coded_once(monkeypatch):
     from amp_patch.model import saved_activations
 
@@ -260,6 +290,14 @@ NEEDS_EXACTLY: dict[str, Callable[[Tensor], Tensor]] = {
     "cdist": lambda x: torch.cdist(x.float() * 2, x.float().flip(0), p=math.inf),
     "scatter_reduce": lambda x: (x.float() * 2).scatter_reduce(
         0, torch.arange(64, device=x.device)[:, None].expand(64, 128) // 2, x.float(), "amax"
+    ),
+    "mse_loss": lambda x: F.mse_loss(x, x.detach() * 1.01),
+    "smooth_l1_loss": lambda x: nn.SmoothL1Loss(beta=0.1)(x, x.detach() * 1.01),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.float() / 99 + 0.5, torch.zeros_like(x).float()),
+    "grid_sample": lambda x: F.grid_sample(
+        torch.arange(4096.0, device=x.device).sin().view(1, 1, 64, 64),
+        x.float().view(1, 64, 64, 2) / 40,
+        align_corners=True,
     ),
 }
 
