@@ -150,6 +150,7 @@ class Product final : public c10::OperatorKernel {
     const auto& arguments = op.schema().arguments();
     is_mm_ = writes_out && op.schema().name() == "aten::mm";
     is_addmm_ = writes_out && op.schema().name() == "aten::addmm";
+    is_convolution_backward_ = op.schema().name() == "aten::convolution_backward";
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].name() == "dtype") dtype_ = i;
     }
@@ -191,7 +192,9 @@ class Product final : public c10::OperatorKernel {
       stack->emplace_back(wide.back().tensor);  // the op resizes it within the same memory
       out_->redispatchBoxed(keys & BELOW, stack);
     } else {
+      const Tensor of_input = is_convolution_backward_ ? gradient_of_input(op, keys, *stack, *low) : Tensor();
       op.redispatchBoxed(keys & BELOW, stack);
+      if (of_input.defined()) stack->end()[-3] = of_input;
     }
     const size_t results = stack->size() - op.schema().returns().size();
     for (size_t i = results; i < stack->size(); ++i) round((*stack)[i], i - results, *low, wide, written);
@@ -233,6 +236,19 @@ class Product final : public c10::OperatorKernel {
     return is_large ? product_in_blocks(a, b, bias) : Tensor();
   }
 
+  // Computes the first gradient of a `convolution_backward` and rounds it; leaves the others in the mask of `stack`.
+  // In one call it would be FP32 beside the memory for the weight's gradient, at the peak of a convnet's training.
+  static Tensor gradient_of_input(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack& stack,
+                                  ScalarType low) {
+    const auto mask = stack.back().toBoolList();
+    if (!mask[0] || !(mask[1] || mask[2])) return {};
+    torch::jit::Stack alone(stack.end() - static_cast<ptrdiff_t>(op.schema().arguments().size()), stack.end());
+    alone.back() = c10::List<bool>({true, false, false});
+    stack.back() = c10::List<bool>({false, mask[1], mask[2]});
+    op.redispatchBoxed(keys & BELOW, &alone);
+    return alone[0].toTensor().to(low);
+  }
+
   void round(c10::IValue& value, size_t index, ScalarType low, const std::vector<Wide>& wide,
              const std::vector<std::pair<Tensor, size_t>>& written) const {
     if (!value.isTensor()) return;
@@ -254,7 +270,7 @@ class Product final : public c10::OperatorKernel {
 
  private:
   std::vector<int64_t> fp32_results_;
-  bool mixes_, anywhere_, is_mm_, is_addmm_;
+  bool mixes_, anywhere_, is_mm_, is_addmm_, is_convolution_backward_;
   size_t dtype_ = size_t(-1);
   std::optional<c10::OperatorHandle> out_;
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import weakref
 from collections.abc import Callable
@@ -159,6 +160,28 @@ def test_large_products_are_computed_in_blocks(rows, transposed, bias, installed
     assert torch.equal(result, wanted.to(policy.dtype))
     for mine, theirs in zip(inputs, wide, strict=True):
         assert torch.equal(mine.grad, theirs.grad.to(policy.dtype))
+
+
+def test_a_convolutions_backward_rounds_the_gradient_of_its_input_before_it_computes_the_weights(installed):
+    policy, peaks = only_emulates(FP16), []
+    integers = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-2, 3, shape, generator=integers).half() for shape in [(4, 8, 64, 64), (8, 8, 3, 3)])
+    wide = [each.float().requires_grad_() for each in (x, weight)]
+    F.conv2d(*wide, padding=1).backward(torch.ones(4, 8, 64, 64))
+    for needs in (False, True):
+        inputs = [x.detach().requires_grad_(needs), weight.detach().requires_grad_()]
+        with regions.region(policy):
+            result = F.conv2d(*inputs, padding=1)
+            if in_cpp := backend() == "cpp":
+                multi_tensor.extension().casts.free_scratch()
+            with torch.profiler.profile(profile_memory=True) as profile:
+                result.backward(torch.ones_like(result))
+        events = profile.profiler.kineto_results.events()
+        memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        peaks.append(max(itertools.accumulate(size for _, size in memory)))
+        assert torch.equal(inputs[1].grad, wide[1].grad.half())
+    assert torch.equal(inputs[0].grad, wide[0].grad.half())
+    assert not in_cpp or peaks[1] - peaks[0] < 1.5 * x.nbytes  # FP32 would take twice as much as `x`
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])
