@@ -1,4 +1,4 @@
-"""What train.py trains: a convnet that reads digits, and two GPTs and an LSTM that write Python's manual.
+"""What train.py trains: a convnet and a ViT that read digits, and two GPTs and an LSTM that write Python's manual.
 
 None knows about mixed precision: this is the FP32 code that a user has before `amp.initialize`.
 """
@@ -66,6 +66,17 @@ class Digits:
         outputs = model(images)
         accuracy = 100 * (outputs.argmax(1) == labels).float().mean().item()
         return {"held_out_loss": self.loss(outputs, labels).item(), "accuracy": accuracy}
+
+
+class DigitsViT(Digits):
+    name = "vit"
+    steps = 300
+
+    def model(self) -> nn.Module:
+        return ViT(classes=10, width=64, heads=4, depth=2).to(self.device)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05, eps=Topics.eps)
 
 
 class Topics:
@@ -139,9 +150,9 @@ class TopicsLSTM(Topics):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, causal: bool = True):
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -149,7 +160,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.norm1(x)).chunk(3, -1))
         q, k, v = (part.transpose(1, 2) for part in heads)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
@@ -168,6 +179,20 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+class ViT(nn.Module):
+    """Attention over the 16 patches of 2 x 2 pixels in images of 8 x 8."""
+
+    def __init__(self, classes: int, width: int, heads: int, depth: int):
+        super().__init__()
+        self.patches, self.position = nn.Conv2d(1, width, 2, 2), nn.Parameter(torch.zeros(16, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
 class LSTM(nn.Module):
     def __init__(self, vocabulary: int, width: int, hidden: int):
         super().__init__()
@@ -180,4 +205,4 @@ class LSTM(nn.Module):
         return self.head(outputs)
 
 
-TASKS = {task.name: task for task in (Digits, TopicsGPT, TopicsWideGPT, TopicsLSTM)}
+TASKS = {task.name: task for task in (Digits, DigitsViT, TopicsGPT, TopicsWideGPT, TopicsLSTM)}
