@@ -16,7 +16,7 @@ from ranks import Ranks
 from searched import search_for
 from syncs import hear_the_notice
 
-from amp_patch import amp
+from amp_patch import amp, multi_tensor
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts import wrappers as cast_wrappers
@@ -76,6 +76,11 @@ def searched(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # imported modules and collected tests are no garbage, and each gc.collect() of a test looked at all
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if multi_tensor.backend() != "cpp":
+        items[:] = [item for item in items if item.get_closest_marker("extension") is None]
 
 
 @pytest.hookimpl(trylast=True)  # the terminal reporter is registered by then

@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from conftest import DEVICES
-from on_every_backend import backend_fixture, on_every_set  # noqa: F401
+from on_every_backend import SETS, backend_fixture, on_every_set  # noqa: F401
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,11 +104,9 @@ def test_weights_of_nvfp4_are_rounded_in_squares_so_that_both_products_have_one_
     assert not same_bits(quantized(x, ROWS, "activation", FORMATS["nvfp4"])[0], expected)
 
 
-@pytest.mark.skipif(multi_tensor.backend() != "cpp", reason="there is no extension")
-@on_every_set
+@pytest.mark.extension
+@pytest.mark.parametrize("backend", [f"cpp-{name}" for name in SETS], indirect=True)
 def test_the_extension_rounds_as_plain_torch_does(backend):
-    if backend == "torch":
-        pytest.skip("this is plain torch")
     for shape in ((5, 7), (64, 96), (3, 33, 47), (2, 20, 1100), (0, 4), (4, 0), (130, 65)):
         x = randoms(*shape)
         kinds = [x, x * 0, x * 1e-37, x.mT, -x.abs()]

@@ -273,7 +273,6 @@ def test_a_script_s_own_copy_has_torch_s_gradient_to_the_bit(wrappers, level, in
 # What autograd saves, and the memory of the gradient
 
 
-in_cpp = pytest.mark.skipif(multi_tensor.extension() is None, reason="plain torch saves the logits themselves")
 HELD: dict[
     str, tuple[Callable[[Tensor], Any], bool]
 ] = {  # what user code holds -> whether the gradient is written there
@@ -287,7 +286,7 @@ HELD: dict[
 }
 
 
-@in_cpp
+@pytest.mark.extension
 @pytest.mark.parametrize("kind", HELD)
 @pytest.mark.parametrize("shape", [(ROWS, CLASSES), (3, CLASSES, 4), (2, CLASSES, 2, 3)])
 def test_the_gradient_is_written_over_logits_that_nobody_can_read(kind, shape):
@@ -311,7 +310,7 @@ def test_the_gradient_is_written_over_logits_that_nobody_can_read(kind, shape):
         assert torch.equal(held, low)
 
 
-@in_cpp
+@pytest.mark.extension
 def test_a_graph_that_is_kept_and_saved_tensor_hooks_keep_the_logits():
     amp.initialize(nn.Linear(1, 1), opt_level="O4")
     low, target = torch.randn(ROWS, CLASSES).bfloat16(), torch.arange(ROWS)
@@ -334,7 +333,7 @@ def test_a_graph_that_is_kept_and_saved_tensor_hooks_keep_the_logits():
     assert any(torch.equal(tensor, low) for tensor in kept)
 
 
-@in_cpp
+@pytest.mark.extension
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_the_low_precision_logits_are_saved_while_user_code_holds_them(level, inside):

@@ -236,7 +236,7 @@ def test_a_rule_that_users_register_names_its_amp_patch_function() -> None:
         assert not rule.registered_by or callable(getattr(functions, rule.registered_by))
 
 
-@pytest.mark.skipif(multi_tensor.extension() is None, reason="there is no extension")
+@pytest.mark.extension
 def test_the_extension_has_the_rules_that_the_table_says() -> None:
     in_cpp = {name for name, rule in RULES.items() if rule.in_cpp}
     assert multi_tensor.extension().casts.rules == in_cpp

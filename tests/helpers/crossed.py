@@ -12,23 +12,32 @@ import pytest
 ParameterSet = type(pytest.param())
 
 
-def crossed(*axes: pytest.MarkDecorator | Mapping[str, Any], meet: int = 2) -> pytest.MarkDecorator:
+def crossed(
+    *axes: pytest.MarkDecorator | Mapping[str, Any], meet: int = 2, impossible: Iterable[tuple[str, ...]] = ()
+) -> pytest.MarkDecorator:
     """Parametrize over the product of `axes`; the cases outside of a covering part are slow.
 
     Args:
         axes: decorators of `pytest.mark.parametrize`, or {argument, or arguments with commas: values}. Values are
             {id: value}, or `pytest.param`s and values that a test's name can have.
         meet: the number of axes whose values meet. With 1 each value is in the part, with 2 each pair of values.
+        impossible: ids of values that do not meet: no case has all ids of one of these.
     """
     named = [pair for each in axes for pair in _named(each)]
     values = [_cases(names, each) for names, each in named]
-    covered = covering([[not each.marks for each in axis] for axis in values], meet)
+    ids = [[str(each.id) for each in axis] for axis in values]
+    possible = [
+        indexes
+        for indexes in product(*(range(len(axis)) for axis in values))
+        if not any({*names} <= {*map(list.__getitem__, ids, indexes)} for names in impossible)
+    ]
+    covered = covering([[not each.marks for each in axis] for axis in values], meet, possible)
     cases = []
-    for indexes in product(*(range(len(axis)) for axis in values)):
+    for indexes in possible:
         chosen = [axis[index] for axis, index in zip(values, indexes, strict=True)]
         marks = [mark for each in chosen for mark in each.marks] or ([] if indexes in covered else [pytest.mark.slow])
         given = [value for each in chosen for value in each.values]
-        cases.append(pytest.param(*given, marks=marks, id="-".join(str(each.id) for each in chosen)))
+        cases.append(pytest.param(*given, marks=marks, id="-".join(map(list.__getitem__, ids, indexes))))
     return pytest.mark.parametrize([name for names, _ in named for name in names], cases)
 
 
@@ -70,8 +79,8 @@ def _id(names: list[str], value: Any, index: int) -> str:
     )
 
 
-def covering(usable: list[list[bool]], meet: int) -> set[tuple[int, ...]]:
-    """Return indexes into axes so that all combinations of usable values of `meet` axes are among them.
+def covering(usable: list[list[bool]], meet: int, possible: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Return those of the `possible` indexes into axes that have all combinations of usable values of `meet` axes.
 
     The longest axes go through their product. The sum of their indexes chooses the values of the others. If these
     leave a combination out, the first case that has it is added.
@@ -82,9 +91,7 @@ def covering(usable: list[list[bool]], meet: int) -> set[tuple[int, ...]]:
     def is_diagonal(case: tuple[int, ...]) -> bool:
         return all(case[axis] == sum(case[each] for each in free) % len(usable[axis]) for axis in others)
 
-    all_cases = [
-        case for case in product(*(range(len(axis)) for axis in usable)) if all(map(list.__getitem__, usable, case))
-    ]
+    all_cases = [case for case in possible if all(map(list.__getitem__, usable, case))]
     taken, met = set(), set()
     for case in sorted(all_cases, key=lambda case: not is_diagonal(case)):
         combined = set(combinations(enumerate(case), meet))

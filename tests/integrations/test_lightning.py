@@ -24,7 +24,6 @@ from training import LEVELS, same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
-from amp_patch.masters.held_gradients import can_wait  # noqa: E402
 from amp_patch.watch import questions  # noqa: E402
 
 pytestmark = PACKAGES_WARN
@@ -187,7 +186,7 @@ def test_lightning_steps_several_optimizers(level):
     assert same(weights(module), weights(by_hand))
 
 
-@pytest.mark.skipif(not can_wait(), reason="gradients are deferred with the extension only")
+@pytest.mark.extension
 @crossed({"level": ["O2", "O5", "O5+split"], "clip": [None, "norm"]})
 def test_lightning_defers_gradients_and_steps_in_one_pass(level, clip, monkeypatch):
     """Gradients keep two bytes an element until the kernel takes them, and no split master is joined."""

@@ -12,9 +12,8 @@ from training import backward, linear
 
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
-from amp_patch.multi_tensor import backend
 
-pytestmark = pytest.mark.skipif(backend() != "cpp", reason="in plain torch masters' gradients are made at once")
+pytestmark = pytest.mark.extension
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 LEVELS = pytest.mark.parametrize("level", HALF)

@@ -155,9 +155,8 @@ def test_the_loss_of_another_optimizer_leaves_nothing_that_clipping_or_a_logger_
 
 
 @LEVELS
+@pytest.mark.extension
 def test_no_gradient_is_made_without_a_read(level, options):
-    if amp.multi_tensor.backend() != "cpp":
-        pytest.skip("in plain torch masters' gradients are made at once")
     model, optimizer = start_level(level, options)
     backward_row(model, optimizer)
     assert master_of(optimizer).waits_alone()

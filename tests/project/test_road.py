@@ -10,8 +10,6 @@ import pytest
 from paths import BENCHMARKS, ROOT
 from python_forks import python
 
-from amp_patch import multi_tensor
-
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
     "O1": (173, 22),
@@ -48,7 +46,7 @@ def counted() -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(multi_tensor.backend() != "cpp", reason="the ceilings are of the road with the extension")
+@pytest.mark.extension
 @pytest.mark.parametrize("name", CEILINGS)
 def test_a_step_takes_no_more_calls_and_files_than_it_did(name: str, counted: Any) -> None:
     trainings, _, _ = counted

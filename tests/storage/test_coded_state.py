@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_optimizers import OPTIMIZERS
 from training import backward, masters_of, same
 
-from amp_patch import amp, multi_tensor
+from amp_patch import amp
 from amp_patch.storage import coded_state
 from amp_patch.ways import gradient_release
 
@@ -378,10 +378,9 @@ def test_threads_that_look_at_once_all_see_one_tensor():
 # Memory
 
 
+@pytest.mark.extension
 def test_the_state_of_a_first_step_is_never_fp32_as_a_whole():
     """Of twelve layers the states of one are there at a time."""
-    if multi_tensor.backend() != "cpp":
-        pytest.skip("without the extension a portion of the state is FP32 at the step: all twelve layers")
     for make in (MAKERS["AdamW"], MAKERS["FusedAdam"], MAKERS["SGD"]):
         model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
         model, optimizer = start(make, model, master_weights="split")

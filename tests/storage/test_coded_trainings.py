@@ -83,11 +83,10 @@ def test_two_optimizers_of_one_training_and_one_parameter_in_both():
     assert coded(first) == {"momentum_buffer": 2} and coded(second) == {"exp_avg": 1, "exp_avg_sq": 1}
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.extension
+@pytest.mark.parametrize("device", [d for d in DEVICES if d in getattr(multi_tensor.extension(), "devices", ())])
 @pytest.mark.parametrize("make", [MAKERS[name] for name in IN_ONE_PASS], ids=IN_ONE_PASS)
 def test_the_kernels_step_codes_without_a_state_in_fp32(make, device, monkeypatch):
-    if device not in getattr(multi_tensor.extension(), "devices", ()):
-        pytest.skip(multi_tensor.backend_reason())
     with multi_tensor.use_backend("torch"):
         losses = go_on(*start(make), range(4))
     amp.restore()

@@ -14,7 +14,6 @@ from torch import nn
 from training import backward, masters_of, skipped, through_pickle
 
 from amp_patch import amp
-from amp_patch.multi_tensor import backend
 from amp_patch.watch import questions
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle}
@@ -95,7 +94,7 @@ def test_a_copied_training_unscales_the_gradients_of_parameters_in_no_optimizer(
 # initialize, once more
 
 
-@pytest.mark.skipif(backend() != "cpp", reason="steps in one pass are the extension's")
+@pytest.mark.extension
 @every_master
 def test_an_optimizer_that_is_initialized_again_steps_in_one_pass(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

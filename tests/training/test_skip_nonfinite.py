@@ -57,10 +57,9 @@ def skipped(optimizer: Any) -> bool:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@crossed({"options": TRAININGS, "maker": MAKERS}, meet=1)
+# Torch's fused SGD of FP16 on a CPU comes to other numbers each time (2.13).
+@crossed({"options": TRAININGS, "maker": MAKERS}, meet=1, impossible=[("O3", "SGD, fused")])
 def test_a_step_of_gradients_that_are_not_finite_changes_nothing(maker, options, device):
-    if maker is MAKERS["SGD, fused"] and options["opt_level"] == "O3" and device == "cpu":
-        pytest.skip("torch's fused SGD of FP16 on a CPU comes to other numbers each time (2.13)")
     model, optimizer = start_convnet(maker, device, **options, **ON)
     iterate(model, optimizer, 0, device=device)
     assert not skipped(optimizer)

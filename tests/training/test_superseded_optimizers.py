@@ -15,7 +15,6 @@ from torch import nn
 from training import backward, masters_of, same
 
 from amp_patch import amp
-from amp_patch.masters.held_gradients import can_wait
 
 KINDS: dict[str, dict[str, Any]] = {
     "O2": {"opt_level": "O2", "loss_scale": 64.0},
@@ -24,7 +23,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "split, 8bit": {"opt_level": "O5", "master_weights": "split", "optimizer_state": "8bit"},
 }
 OPTIMIZERS = {"in one pass": torch.optim.AdamW, "in portions": torch.optim.Adagrad}
-needs_kernels = pytest.mark.skipif(not can_wait(), reason="gradients are deferred with the extension only")
 
 
 @pytest.fixture(name="kernels")
@@ -70,7 +68,7 @@ def first_of(kind, cls, device, first):
     return model, None
 
 
-@needs_kernels
+@pytest.mark.extension
 @crossed({"kind": list(KINDS), "way": list(OPTIMIZERS), "first": ["alive", "freed", "fresh"], "device": DEVICES})
 def test_the_second_training_defers_gradients_and_steps_as_the_first(kind, way, first, device, kernels):
     cls = OPTIMIZERS[way]

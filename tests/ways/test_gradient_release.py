@@ -69,10 +69,9 @@ def bytes_a_parameter(level: str, mark: str, **options: Any) -> float:
     # Products by AMX have a copy of one weight (0.25), and 0.03 more.
     [("O4", 14.6, 1.9), ("O5", 14.6, 1.45), ("O5+split", 12.6, 1.45), ("O5+stochastic", 10.6, 1.45)],
 )
+@pytest.mark.extension
 def test_the_gradients_of_the_model_are_never_there_at_once(level, most, less):
     """One gradient of eight is."""
-    if multi_tensor.backend() != "cpp":
-        pytest.skip("without the extension gradients are made FP32")
     # What emulated products keep in backward is the machine's own.
     released, ordinary = (
         bytes_a_parameter(level, "iteration", gradient_release=release, cpu_half="native") for release in (True, False)
@@ -85,9 +84,8 @@ def test_the_gradients_of_the_model_are_never_there_at_once(level, most, less):
     ("level", "expected"),
     [("O5", 16), ("O5+split", 14), ("O5+stochastic", 12), ("O5+split+8bit", 8), ("O5+stochastic+8bit", 6)],
 )
+@pytest.mark.extension
 def test_a_parameter_takes_the_bytes_of_the_ladder_at_the_step(level, expected, cpu_half):
-    if multi_tensor.backend() != "cpp":
-        pytest.skip("without the extension gradients are made FP32")
     found = bytes_a_parameter(level, "step", gradient_release=False, cpu_half=cpu_half)
     assert expected <= found < expected + 0.1
 

@@ -18,11 +18,10 @@ from three_ways import spied_kernels
 from torch import Tensor, nn
 
 from amp_patch import amp, multi_tensor
-from amp_patch.multi_tensor import backend
 from amp_patch.optimizers import FusedAdam, FusedSGD
 from amp_patch.ways import one_pass
 
-pytestmark = pytest.mark.skipif(backend() != "cpp", reason="in plain torch optimizers step by themselves")
+pytestmark = pytest.mark.extension
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 both_levels = pytest.mark.parametrize("level", ["O2", "O5"])

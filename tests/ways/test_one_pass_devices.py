@@ -15,7 +15,7 @@ from amp_patch import amp, multi_tensor
 from amp_patch.support import device_sync, distributed
 from amp_patch.ways import one_pass
 
-pytestmark = pytest.mark.skipif(multi_tensor.backend() != "cpp", reason="in plain torch optimizers step by themselves")
+pytestmark = pytest.mark.extension
 
 KINDS = ("torch's SGD, Nesterov", "torch's Adam, amsgrad", "torch's AdamW", "FusedAdam, L2", "FusedSGD")
 

@@ -12,9 +12,8 @@ from torch import nn
 from training import linear
 
 from amp_patch import amp
-from amp_patch.multi_tensor import backend
 
-pytestmark = pytest.mark.skipif(backend() != "cpp", reason="in plain torch optimizers step by themselves")
+pytestmark = pytest.mark.extension
 MAKES = pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad], ids=["one pass", "portions"])
 
 

@@ -23,7 +23,7 @@ from amp_patch.masters.masters import has_gradient
 from amp_patch.support import generated_class
 from amp_patch.ways import portions
 
-pytestmark = pytest.mark.skipif(not portions.can_wait(), reason="gradients wait where the extension is built")
+pytestmark = pytest.mark.extension
 
 # Not those that step in one pass, and not SparseAdam, which takes sparse gradients alone.
 IN_PORTIONS = [name for name in AVAILABLE if name not in ("Adam", "AdamW", "SGD", "SparseAdam")]
