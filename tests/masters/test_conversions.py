@@ -53,12 +53,3 @@ def test_moves_that_keep_the_type_and_parts_without_masters_are_torch_s():
         move()
         assert same(weights(model), before)
     assert nn.Linear(2, 2).double().weight.dtype is torch.float64
-
-
-def test_a_part_is_converted_after_restore():
-    own = nn.Module._apply
-    model, _ = start("split")
-    before = weights(model)
-    amp.restore()
-    assert nn.Module._apply is own and same(weights(model), before)
-    assert model[0][0].double().weight.dtype is torch.float64

@@ -13,7 +13,7 @@ import torch
 from conftest import DEVICES
 from small_trainings import LEVELS_WITH_MASTERS, output, start_scalar
 from torch import nn
-from training import LEVELS, backward, linear
+from training import LEVELS, backward
 
 from amp_patch import amp
 from amp_patch.masters.master import Master
@@ -83,42 +83,6 @@ def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level, optimize
         edit(next(amp.master_params(optimizer)))
     optimizer.step()
     assert output(model) == 1.5
-
-
-@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_in_every_grad_mode(level, mode):
-    model, optimizer = start_scalar(level)
-    with mode():
-        for p in amp.master_params(optimizer):
-            p.data.add_(1.0)
-        assert model(torch.ones(1, 1)).item() == 2.0
-    assert model.weight.is_inference() is False
-    backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)
-    optimizer.step()
-    assert output(model) == 1.5
-
-
-@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
-def test_an_alias_of_a_master_is_followed_until_it_is_freed(level):
-    model, optimizer = start_scalar(level)
-    kept = [p.data for p in amp.master_params(optimizer)]
-    for expected in (2.0, 3.0, 4.0):
-        kept[0].add_(1.0)
-        assert output(model) == expected
-
-
-@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
-def test_edits_of_weights_and_edits_of_other_masters_both_count(level):
-    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)
-    model[0].weight.data.fill_(0.5)  # a clamp, as of a WGAN
-    _, second = amp.master_params(optimizer)
-    second.data.fill_(4.0)
-    with torch.no_grad():
-        assert model(torch.ones(1, 1)).item() == 2.0
-    optimizer.step()
-    assert [p.item() for p in amp.master_params(optimizer)] == [0.5, 4.0]
 
 
 def test_a_method_that_was_named_sees_them():

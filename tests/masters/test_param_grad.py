@@ -98,20 +98,6 @@ def test_it_is_one_tensor_with_the_gradient_of_the_master(level, options):
 
 
 @LEVELS
-def test_in_the_body_it_is_the_scaled_one_of_this_backward(level, options):
-    model, optimizer = start_level(level, options)
-    scale = SCALE if level == "O2" else 1.0
-    backward_row(model, optimizer)
-    with amp.scale_loss(model(torch.tensor(RAW)).float().sum(), optimizer) as scaled_loss:
-        assert model.weight.grad is None
-        scaled_loss.backward()
-        assert model.weight.grad.dtype is model.weight.dtype
-        assert model.weight.grad.tolist() == [[3.0 * scale, -5.0 * scale]]
-        model.weight.grad = model.weight.grad * 2  # a hook of a script may do that
-    assert model.weight.grad.tolist() == [[9.0, -15.0]]
-
-
-@LEVELS
 @pytest.mark.parametrize("clear", ["param", "model", "optimizer"])
 def test_cleared_ones_do_not_come_back(level, options, clear):
     model, optimizer = start_level(level, options)
@@ -178,23 +164,3 @@ def test_a_model_that_has_gradients_is_compiled_in_one_graph(level, options, whe
     expected = model(torch.ones(1, 2))
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2)), expected)
     assert model.weight.grad.tolist() == RAW
-
-
-def test_restore_gives_torchs_attribute_back():
-    model, optimizer = start_level("O2", {})
-    backward_row(model, optimizer)
-    amp.restore()
-    assert "grad" not in vars(nn.Parameter)
-    assert model.weight.grad.tolist() == RAW and model.weight.grad.dtype is torch.float32
-
-
-@LEVELS
-def test_other_parameters_return_their_gradients_unchanged(level, options):
-    start_level(level, options)
-    other = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    other.sum().backward()
-    assert other.grad.dtype is torch.bfloat16 and other.grad.tolist() == [1.0, 1.0]
-    with pytest.raises(RuntimeError, match="grad"):
-        other.grad = torch.ones(3)
-    other.grad = None
-    assert other.grad is None

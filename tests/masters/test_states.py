@@ -214,21 +214,3 @@ def test_a_dictionary_that_a_wrapper_holds_has_the_entries(options):
     assert optimizer.state is wrapper.state and optimizer.state[master]["momentum_buffer"][0].item() == 3.0
     amp.restore()
     assert wrapper.state is optimizer.state and optimizer.state[model.weight]["momentum_buffer"][0].item() == 3.0
-
-
-def test_a_property_of_the_class_is_left_alone():
-    class Shared(torch.optim.SGD):
-        @property
-        def state(self) -> Any:
-            return self.kept
-
-        @state.setter
-        def state(self, value: Any) -> None:
-            self.kept = value
-
-    model = linear([[2.0]])
-    optimizer = Shared(model.parameters(), lr=0.25, momentum=0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    train(model, optimizer, 1)
-    optimizer.state = optimizer.state
-    assert optimizer.kept is optimizer.state and len(optimizer.state) == 1

@@ -81,15 +81,6 @@ def test_a_copied_training_unscales_the_gradients_of_its_other_optimizers(copied
     assert model[1].bias.item() == 1 - 0.5 * 3
 
 
-@both_ways
-def test_a_copied_training_unscales_the_gradients_of_parameters_in_no_optimizer(copied: Any) -> None:
-    model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
-    model, optimizer = start_all(model, sgd(model[0].parameters()), opt_level="O1", loss_scale=1024.0)
-    model, optimizer = copied((model, optimizer))
-    backward(model(torch.ones(3, 2)).sum(), optimizer)
-    assert model[1].bias.grad.tolist() == [3.0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # initialize, once more
 
@@ -107,15 +98,6 @@ def test_an_optimizer_that_is_initialized_again_steps_in_one_pass(
         backward(model(torch.ones(1, 1)).sum(), optimizer)
         optimizer.step()
     assert calls == [1, 1, 1] and masters_of(optimizer)[0].item() == -0.5
-
-
-def test_a_gradient_that_waits_is_still_there_when_the_optimizer_is_initialized_again() -> None:
-    model = ones(nn.Linear(1, 1, bias=False))
-    model, optimizer = start_all(model, sgd(model.parameters()), opt_level="O2", loss_scale=4.0)
-    backward(model(torch.ones(1, 1)).sum(), optimizer)
-    start_all(model, optimizer, opt_level="O2", loss_scale=4.0)
-    optimizer.step()
-    assert masters_of(optimizer)[0].item() == 0.5
 
 
 def test_a_level_without_masters_keeps_none_of_an_earlier_one() -> None:

@@ -49,15 +49,6 @@ def test_a_body_without_a_loss_scale_makes_no_scale(level):
     body.__exit__(None, None, None)
 
 
-def test_the_scale_of_a_loss_that_is_not_multiplied_is_1_beside_a_scale_of_another_level():
-    model, optimizer = training("O5")
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}})
-    loss = model(torch.ones(2, 8)).float().mean()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss.item() == loss.item()
-        scaled_loss.backward()
-
-
 @pytest.mark.parametrize("losses", [1, 2])
 def test_the_flag_of_a_single_loss_is_given_to_the_optimizer_as_it_is(losses, monkeypatch):
     monkeypatch.setattr(device_sync, "waits", lambda device: True)  # the CPU plays a GPU

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from contextlib import nullcontext
 
@@ -55,23 +54,6 @@ def test_the_step_after_a_discarded_overflow_is_taken(level):
         assert not optimizer._amp_stash.step_skipped and model.weight.item() == 0.5
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_counters_that_an_optimizer_keeps_in_its_groups_are_put_back(level):
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["step"] = group.get("step", 0) + 1
-            return super().step(closure)
-
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, Counting(model.parameters(), lr=1.0), opt_level=level, verbosity=0)
-    for value, steps in ((math.inf, None), (0.5, 1), (math.inf, 1), (0.5, 2)):
-        optimizer.zero_grad()
-        backward(model(torch.full((1, 1), value)).sum() / 4, optimizer)
-        optimizer.step()
-        assert optimizer.param_groups[0].get("step") == steps
-
-
 class Thorough(torch.optim.Optimizer):
     """An optimizer with a step count in an attribute and a sum in a tensor; it divides by the number of gradients."""
 
@@ -113,28 +95,6 @@ def test_a_skipped_step_of_an_optimizer_that_is_not_torch_s_is_not_taken_at_all(
     model(torch.full((1, 1), 0.25)).sum().backward()
     optimizer.step()
     assert optimizer.steps == 3 and model.weight.item() == 0.0 and told == [1, 1, 2, 3]
-
-
-def test_a_skipped_step_leaves_fp32_gradients_where_the_script_will_clear_them():
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level="O1", verbosity=0)
-    backward(model(torch.full((1, 1), math.inf)).sum(), optimizer)
-    grad = model.weight.grad
-    optimizer.step()
-    assert model.weight.grad is grad
-    for p in model.parameters():
-        p.grad.zero_()
-
-
-def test_a_step_taken_ends_the_row_of_skips(caplog):
-    model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level="O2")
-    with caplog.at_level(logging.WARNING, "amp_patch"):
-        for number in range(11):
-            optimizer.zero_grad()
-            backward(model(torch.full((1, 1), 0.0 if number == 9 else math.inf)).sum() * 1e-4, optimizer)
-            optimizer.step()
-    assert "in a row" not in caplog.text and "skip 8" in caplog.text
 
 
 class Raising(torch.optim.SGD):

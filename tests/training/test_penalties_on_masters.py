@@ -120,15 +120,6 @@ def test_an_overflow_in_the_penalty_skips_the_step(level, way, delay):
     assert [p.tolist() for p in stepped(optimizer)] == [[[0.8125, -1.875]]]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_exception_drops_what_its_backward_has_left_on_masters(level):
-    (model,), (optimizer,) = start(level)
-    with pytest.raises(KeyError), amp.scale_loss(loss_of([model], stepped(optimizer)), optimizer) as scaled:
-        scaled.backward()
-        raise KeyError
-    assert [param.grad for param in (*model.parameters(), *stepped(optimizer))] == [None, None]
-
-
 @crossed({"level": CHECKED, "way": list(OPTIMIZERS), "end": ["raises", "zero_grad", "model.zero_grad"]})
 def test_earlier_gradients_are_restored_after_an_exception_and_can_be_cleared_in_the_body(level, way, end):
     (model,), (optimizer,) = start(level, 1, OPTIMIZERS[way])

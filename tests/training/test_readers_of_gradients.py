@@ -50,29 +50,6 @@ def norm_of(model: nn.Module) -> float:
     return float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in plain.parameters()])))
 
 
-def adaptive_clip(params: Any, clipping: float) -> None:
-    """Clip adaptively as timm does, by Brock et al. 2021 (arXiv:2102.06171)."""
-    for param in params:
-        if param.grad is None:
-            continue
-        data, grad = param.detach(), param.grad.detach()
-        most = torch.linalg.vector_norm(data).clamp(min=1e-3) * clipping
-        norm = torch.linalg.vector_norm(grad)
-        param.grad.detach().copy_(torch.where(norm < most, grad, grad * (most / norm.clamp(min=1e-6))))
-
-
-@every_level
-def test_adaptive_clipping_to_nothing_moves_no_weight(level):
-    model, optimizer = start_integers(level)
-    before = weights(model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward_ones(model, optimizer)
-        adaptive_clip(model.parameters(), 0.0)
-        optimizer.step()
-    assert all(map(torch.equal, weights(model), before))
-
-
 @crossed({"when": ["before the step", "after the step"]}, every_level, meet=1)
 def test_statistics_of_the_gradients_equal_fp32(level, when):
     model, optimizer = start_integers(level)

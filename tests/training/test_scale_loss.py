@@ -37,29 +37,6 @@ def test_gradients_in_the_body_are_scaled_and_after_it_are_not(level, loss_scale
     assert model.weight.tolist() == [[0.75, 1.5]]
 
 
-def test_delayed_gradients_add_up_in_the_model_s_type():
-    model, optimizer = setup("O2", loss_scale=64.0)
-    backward(model(x(1.0, 2.0)).sum(), optimizer, delay_unscale=True)
-    assert model.weight.grad.tolist() == [[64.0, 128.0]] and model.weight.grad.dtype is torch.float16
-    assert master_grads(optimizer) == [None]
-    backward(model(x(1.0, 2.0)).sum(), optimizer)
-    assert master_grads(optimizer) == [[[2.0, 4.0]]]
-
-
-@pytest.mark.parametrize("level", SCALED)
-def test_each_loss_has_a_separate_scale_and_any_overflow_skips_the_step(level):
-    model, optimizer = setup(level, num_losses=3, verbosity=0, loss_scale="dynamic")
-    backward(quarter(model, 1.0, 2.0), optimizer, loss_id=0)
-    backward(quarter(model, math.inf, 2.0), optimizer, loss_id=2)
-    optimizer.step()
-    assert optimizer._amp_stash.step_skipped
-    assert [s["loss_scale"] for s in amp.state_dict().values()] == [65536.0, 65536.0, 32768.0]
-    assert [s["unskipped"] for s in amp.state_dict().values()] == [1, 0, 0]
-    optimizer.zero_grad()
-    backward(quarter(model, 1.0, 2.0), optimizer, loss_id=2)  # at its own scale
-    assert master_grads(optimizer) == [[[0.25, 0.5]]]
-
-
 @pytest.mark.parametrize("level", SCALED)
 def test_a_loss_that_overflows_twice_before_one_step_moves_its_scale_once(level):
     model, optimizer = setup(level, verbosity=0, loss_scale="dynamic")
@@ -131,21 +108,6 @@ def test_scales_loaded_before_initialize_are_refused():
     amp.restore()
     with pytest.raises(RuntimeError, match="there is no training"):
         amp.load_state_dict(state)
-
-
-@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_a_closure_that_calls_scale_loss_trains_without_scaling(level):
-    model, optimizer = setup(level)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(x(0.25, 0.5)).sum()
-        backward(loss, optimizer)
-        return loss
-
-    for number in (1, 2):
-        optimizer.step(closure)
-        assert model.weight.tolist() == [[1 - 0.25 * number, 2 - 0.5 * number]]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "high"])
