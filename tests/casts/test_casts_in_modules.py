@@ -21,12 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_patch.casts import regions
 
 
-def reference_and_casts(module: nn.Module, dtype: torch.dtype, *inputs: Any) -> tuple[Any, Any]:
-    expected = module(*inputs)
-    with regions.region(o1(dtype)):
-        return expected, module(*inputs)
-
-
 def close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """A few roundings to `dtype` of numbers of the size of 1: eps is 2**-10 for FP16, 2**-7 for BF16; we allow 8."""
     torch.testing.assert_close(result.float(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
@@ -52,20 +46,6 @@ def test_recurrent_networks(kind: Any, given: str, dtype: torch.dtype, device: s
     close(result, expected, dtype)
     result.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype is FULL for p in network.parameters())
-
-
-@needs_install
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
-def test_recurrent_cells(kind: Any, dtype: torch.dtype, device: str) -> None:
-    torch.manual_seed(0)
-    cell = kind(4, 5).to(device)
-    x = torch.randn(3, 4, device=device)
-    expected, result = reference_and_casts(cell, dtype, x)
-    expected, result = (out[0] if isinstance(out, tuple) else out for out in (expected, result))
-    assert result.dtype is dtype
-    close(result, expected, dtype)
 
 
 @needs_install

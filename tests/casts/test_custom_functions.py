@@ -119,20 +119,6 @@ def test_with_setup_context(seen):
     assert seen == [torch.bfloat16] and a.grad is not None
 
 
-def test_the_casts_of_the_caller_come_back_after_an_error():
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        @amp.custom_fwd(cast_inputs=torch.float32)
-        def forward(ctx, a):
-            raise KeyError("planted")
-
-    a, b = leaves()
-    with amp.autocast("cpu", torch.bfloat16):
-        with pytest.raises(KeyError):
-            Failing.apply(a)
-        assert (a @ b).dtype is torch.bfloat16
-
-
 def test_errors():
     with pytest.raises(TypeError, match="floating dtype"):
         amp.custom_fwd(cast_inputs=torch.int32)

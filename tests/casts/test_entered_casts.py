@@ -152,16 +152,6 @@ def test_everywhere_is_the_default_of_other_threads() -> None:
     assert casts_state.current() is base and run_in_thread(casts_state.current) is base
 
 
-def test_everywhere_may_end_in_any_order() -> None:
-    first, second = regions.process_wide_region(o1(HALF)), regions.process_wide_region(o1(torch.bfloat16))
-    run_in_thread(first.__enter__)
-    run_in_thread(second.__enter__)
-    first.__exit__(None, None, None)
-    assert casts_state.current() is second.policy
-    second.__exit__(None, None, None)
-    assert casts_state.current() is None
-
-
 @needs_install
 def test_region_as_decorator() -> None:
     a = torch.ones(2, 2)

@@ -103,21 +103,6 @@ def test_torch_s_kernel_is_kept_by_native_and_on_other_devices():
     assert weight.grad.device.type == "meta" and weight.grad.shape == (3, 4)
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_language_model_has_the_embedding_s_gradient_of_fp32(level, sparse):
-    """4,096 equal tokens, each with a gradient of 1, which all types hold."""
-    model = nn.Sequential(nn.Embedding(5, 4, sparse=sparse), nn.Flatten(0, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    start = model[0].weight.detach().clone()
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    with amp.scale_loss(model(torch.full((8, 512), 3)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    (master,) = amp.master_params(optimizer)
-    found = master.grad.to_dense() if sparse else master.grad
-    assert torch.equal(found.float(), torch.zeros_like(start).index_fill_(0, torch.tensor(3), 4096.0))
-
-
 @pytest.mark.parametrize("arithmetic", [True, False])
 def test_the_gradient_of_the_gradient_is_torch_s(arithmetic, monkeypatch):
     monkeypatch.setattr(cpu_half, "has_arithmetic", lambda dtype: arithmetic)

@@ -162,20 +162,6 @@ def test_a_thread_that_has_torch_s_without_having_entered_it(default: torch.dtyp
 
 
 @pytest.mark.parametrize("names", list(itertools.permutations(("ours", "torch's"), 2)))
-def test_neither_reaches_another_thread(names: tuple[str, str]) -> None:
-    (outer, _), (inner, dtype) = (KINDS[name] for name in names)
-
-    def work() -> tuple[torch.dtype, torch.dtype]:
-        before = product()
-        with outer(), inner():
-            return before, product()
-
-    with outer(), inner():
-        assert run_in_thread(work) == (FULL, dtype)
-        assert product() is dtype
-
-
-@pytest.mark.parametrize("names", list(itertools.permutations(("ours", "torch's"), 2)))
 @pytest.mark.parametrize("device", DEVICES)
 def test_neither_cache_leaks_into_the_other(names: tuple[str, str], device: str) -> None:
     weight = nn.Parameter(torch.full((2, 2), 2.0, device=device))

@@ -117,19 +117,6 @@ def test_casts_made_in_a_trace_are_not_kept() -> None:
 
 
 @needs_install
-def test_thawed_and_frozen_weights() -> None:
-    layer = nn.Linear(2, 2)
-    x = torch.ones(1, 2)
-    with regions.region(o1()):
-        layer.requires_grad_(False)
-        assert not layer(x).requires_grad
-        layer.requires_grad_(True)
-        assert layer(x).requires_grad
-        layer.requires_grad_(False)
-        assert not layer(x).requires_grad
-
-
-@needs_install
 def test_edited_weights_are_cast_again() -> None:
     weight = nn.Parameter(torch.ones(1, 1))
     x = torch.ones(1, 1)

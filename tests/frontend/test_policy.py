@@ -29,10 +29,6 @@ def test_each_level_means_what_the_table_says(level, dtype, cast, patch, norms, 
     assert (policy.master_weights, policy.loss_scale) == (masters, scale)
 
 
-def test_the_default_is_o1():
-    assert resolve() == resolve("O1")
-
-
 def test_a_policy_is_a_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         resolve("O2").loss_scale = 1.0  # type: ignore[misc]

@@ -16,7 +16,6 @@ from torch import nn
 from training import LEVELS, SGD, backward, convnet, linear, skipped
 
 from amp_patch import amp
-from amp_patch.support.generated_class import base_class
 
 
 def step(model, optimizer, number=0):
@@ -29,18 +28,6 @@ def step(model, optimizer, number=0):
 
 
 # --- state, scope and order of calls ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_initialize_can_be_called_once_for_each_batch(level):  # 815, 626
-    model = convnet()
-    optimizer = SGD(model.parameters())
-    losses = []
-    for _ in range(6):
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0)
-        losses.append(step(model, optimizer))
-    assert losses[-1] < losses[0] and math.isfinite(losses[-1])
-    assert not optimizer._optimizer_step_pre_hooks and base_class(optimizer) is torch.optim.SGD
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -53,13 +53,6 @@ def test_moves_and_wider_types_of_an_fp32_model_are_torch_s(level):
     assert {p.dtype for p in model.double().parameters()} == {torch.float64}
 
 
-@pytest.mark.parametrize("convert", LOWER)
-def test_at_o0_conversions_are_torch_s(convert):
-    model = amp.initialize(network(), opt_level="O0", verbosity=0)
-    LOWER[convert](model)
-    assert {p.dtype for p in model.parameters()} <= {torch.float16, torch.bfloat16}
-
-
 def head() -> nn.Linear:
     torch.manual_seed(1)
     return nn.Linear(8, 3)

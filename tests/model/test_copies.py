@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -33,14 +32,6 @@ def test_a_copy_of_the_model_alone_has_the_masters_values(kind, duplicate):
     assert training.same([state[name] for name, _ in model.named_parameters()], masters)
     assert training.same(values(twin), masters) and training.same(values(amp.fp32_copy(twin)), masters)
     assert training.same(masters_of(optimizer), masters)
-
-
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("kind", CAST)
-def test_weights_that_were_written_are_in_the_copy(kind, duplicate):
-    model, _ = start_kind(kind, linear([[1.0, 2.0]]))
-    model.weight.data[0, 0] = 3.0
-    assert duplicate(model).weight.tolist() == [[3.0, 2.0]]
 
 
 @pytest.mark.parametrize("duplicate", DUPLICATES)
@@ -114,30 +105,6 @@ def test_a_write_that_leaves_no_trace_is_seen_by_the_next_call(kind):
             assert average(inputs).item() == value
     average.weight.data = torch.full((1, 1), 4.0)
     assert average(inputs).item() == 4.0
-
-
-@pytest.mark.parametrize("kind", CAST)
-def test_threads_may_call_one_copy(kind):
-    model, _ = start_kind(kind)
-    average = copy.deepcopy(model).eval()
-    batches = [images(n)[0] for n in range(4)]
-    with torch.no_grad():
-        expected = [average(inputs) for inputs in batches]
-    found = {}
-
-    def evaluate(index):
-        for _ in range(10):
-            with torch.set_grad_enabled(index % 2 == 0):
-                found[index] = average(batches[index])
-
-    threads = [threading.Thread(target=evaluate, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, output in found.items():
-        assert output.requires_grad is (index % 2 == 0) and torch.equal(output, expected[index])
-    assert {(type(p), p.dtype) for p in average.parameters()} == {(nn.Parameter, torch.float32)}
 
 
 @pytest.mark.parametrize("event", ["call", pytest.param("c_return", marks=pytest.mark.slow)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
@@ -197,13 +196,6 @@ def test_the_error_names_the_method_and_the_key():
 # Whole numbers
 
 
-def warned(call) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(each.message) for each in caught]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("level", "number", "becomes"), [("O5", 937.0, "936"), ("O2", 2049.0, "2048")])
 def test_a_time_that_changes_is_warned_about_once(level, number, becomes, device):
@@ -277,28 +269,6 @@ def test_only_three_forwards_of_a_mode_are_looked_at(training):
     assert not model(torch.full((1, 4), 1e6)).isfinite().any()
     with pytest.raises(ValueError, match="holds 1e\\+06"):
         model.train(not training)(torch.full((1, 4), 1e6))
-
-
-@pytest.mark.parametrize("level", CAST)
-def test_calls_of_another_method_and_calls_without_gradients_leave_the_looks_of_forward(level):
-    model = amp.initialize(Echo(), opt_level=level, methods=("encode",))
-    for _ in range(4):
-        model.encode(torch.ones(2, 2))
-        with torch.no_grad():
-            model(torch.ones(1, 2))
-    with pytest.warns(UserWarning, match="Echo.forward: argument 't' has whole numbers alone"):
-        model(torch.tensor([[4099.0, 2.0]]))
-    assert len(warned(lambda: model.encode(torch.tensor([[4099.0, 2.0]])))) == 0
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_mask_of_one_method_is_none_of_another(level):
-    model = amp.initialize(Echo(), opt_level=level, methods=("encode",))
-    mask = torch.tensor([[0.0, SMALLEST]])
-    assert model.encode(mask).tolist() == [[0.0, torch.finfo(CAST[level]).min]]
-    for _ in range(3):
-        model(torch.ones(2, 2))
-    assert model(mask).isneginf().any() and model.encode(mask).isfinite().all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -148,13 +148,3 @@ def test_parametrizations_of_an_fp32_copy_can_be_removed():
     expected = plain(torch.ones(1, 2))
     nn.utils.parametrize.remove_parametrizations(plain[0], "weight")
     assert type(plain[0]) is nn.Linear and torch.equal(plain(torch.ones(1, 2)), expected)
-
-
-def test_an_fp32_copy_can_be_trained_again():
-    plain = amp.fp32_copy(amp.initialize(convnet(), opt_level="O1"))
-    for level in LEVELS:
-        model, optimizer = amp.initialize(plain, SGD(plain.parameters()), opt_level=level)
-        training.train(model, optimizer, 1)
-        assert [type(m) for m in amp.fp32_copy(model).body] == [type(m) for m in convnet().body]
-    amp.restore()
-    assert type(plain) is training.ConvNet and type(plain.body) is nn.Sequential

@@ -126,18 +126,6 @@ def test_a_frozen_weight_has_no_master_and_keeps_its_memory(level, half):
 # The way back
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_an_fp32_copy_has_the_values_that_were_trained(level):
-    model = net(torch.bfloat16)
-    model, optimizer = amp.initialize(model, SGD(trained(model)), opt_level=level, verbosity=0)
-    iterate_low(model, optimizer, 3)
-    plain = dict(amp.fp32_copy(model).named_parameters())
-    assert {p.dtype for p in plain.values()} == {torch.float32}
-    for name, param in model.named_parameters():
-        master = master_of(param)
-        assert torch.equal(plain[name], param.float() if master is None else master)
-
-
 @pytest.mark.parametrize("by", [copy.deepcopy, through_pickle], ids=["copy", "pickle"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_copy_that_is_initialized_again_knows_what_came_low(level, by):
@@ -174,19 +162,6 @@ def test_restore_restores_the_incoming_type(level, split, half):
     assert {p.grad.dtype for p in trained(model)} == {half}
     amp.restore()
     assert types(model) == before
-
-
-def test_a_model_that_came_in_fp32_is_fp32_again():
-    model = net(torch.float32)
-    amp.initialize(model, SGD(model.parameters()), opt_level="O5")
-    amp.restore()
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    amp.initialize(model.bfloat16(), SGD(model.parameters()), opt_level="O5")
-    amp.restore()
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    amp.initialize(model.float(), SGD(model.parameters()), opt_level="O5")
-    amp.restore()
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_a_value_that_the_type_cannot_hold_any_more_leaves_its_weight_fp32():

@@ -200,17 +200,6 @@ def test_initialize_peaks_at_its_kept_memory_and_one_tensor(level, half, split, 
     assert kept <= peak.peak <= kept + 8 * one + 4096
 
 
-def test_a_frozen_base_costs_nothing():
-    for level, half in (("O5", torch.bfloat16), ("O2", torch.float16), ("O1", torch.bfloat16), ("O4", torch.bfloat16)):
-        base = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)]).to(half).requires_grad_(False)
-        model = nn.Sequential(base, nn.Linear(128, 2))
-        optimizer = SGD(model.parameters())
-        with Peak(model) as peak:
-            amp.initialize(model, optimizer, opt_level=level)
-        assert peak.peak < 16 * 1024, level
-        amp.restore()
-
-
 def test_without_an_optimizer_the_state_dict_has_the_weights_themselves():
     model = amp.initialize(net(torch.bfloat16), opt_level="O5")
     state = model.state_dict()

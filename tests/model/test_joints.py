@@ -274,15 +274,6 @@ def test_a_copy_has_a_guest_of_its_own_unless_the_guest_stays_behind(register, t
     assert torch.equal(twin(ones()), ones()) and twin.weight.dtype is torch.float32
 
 
-def test_restore_takes_the_guests_away_and_another_training_chooses_new_ones(register):
-    register(lambda model, entry: Noting(f"{entry.policy.opt_level} "))
-    model, _ = entered(Inner())
-    model, _ = entered(model, "O5")
-    assert heard(lambda: model(ones())) == [f"O5 {event}" for event in ALL]
-    amp.restore()
-    assert heard(lambda: model(ones())) == []
-
-
 @pytest.mark.parametrize("level", ["O1", *CAST])
 def test_calls_of_a_plain_model_have_no_guest_after_the_first_three(level):
     model, _ = entered(Inner(), level)

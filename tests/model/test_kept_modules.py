@@ -86,25 +86,6 @@ def test_rnns_take_packed_sequences(level):
     assert output.data.dtype is hidden.dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_parent_and_its_child_in_one_list(level):
-    class Translator(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.generator = nn.Linear(2, 2), nn.Linear(2, 2)
-            self.last = nn.Linear(2, 2)
-
-        def forward(self, inputs):
-            return self.last(self.generator(self.encoder(inputs)))
-
-    model = Translator()
-    models, optimizer = amp.initialize([model, model.generator], SGD(model.parameters()), opt_level=level)
-    backward(model(torch.ones(1, 2)).sum() / 8 + model.generator(torch.ones(1, 2)).sum() / 8, optimizer)
-    optimizer.step()
-    assert models[1] is model.generator
-    assert len(list(amp.master_params(optimizer))) == 6
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -172,24 +153,6 @@ def test_a_child_of_the_same_training_keeps_its_own_types_inside_its_parent():
     model = Parent()
     models = amp.initialize([model, model.head], opt_level="O2")
     assert models[0](torch.ones(1, 2)).dtype is torch.float32
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_kept_containers_keep_the_modules_inside(level):
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.trunk, self.heads = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-        def forward(self, inputs):
-            features = self.trunk(inputs)
-            return sum(head(features) for head in self.heads)
-
-    model = amp.initialize(Heads(), opt_level=level, keep_fp32="heads")
-    assert {p.dtype for p in model.heads.parameters()} == {torch.float32}
-    assert model(torch.ones(1, 2)).isfinite().all()
-    if level in ("O1", "O4"):
-        assert model(torch.ones(1, 2)).dtype is torch.float32
 
 
 class Holding(nn.Module):
@@ -279,14 +242,6 @@ def test_checkpoints_recompute_kept_modules_and_children_with_the_same_types(lev
     )
     backward(model(torch.tensor([0, 1])).sum(), optimizer)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in amp.master_params(optimizer))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_module_in_keep_fp32_stays_fp32(level):
-    model = convnet()
-    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32=model.body[0])
-    low = OPT_LEVELS[level].cast_model_type or torch.float32
-    assert [model.body[0].weight.dtype, model.body[3].weight.dtype] == [torch.float32, low]
 
 
 @pytest.mark.parametrize(
@@ -385,23 +340,6 @@ def test_a_batch_norm_of_the_model_s_input_normalizes_it_unrounded_and_no_warnin
     assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
     amp.restore()
     assert type(model.norm) is type(norm)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_batch_norms_of_hidden_layers_compute_as_before(level):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    model = amp.initialize(model, opt_level=level)
-    seen, inside = [], []
-    model[1].register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    original = nn.functional.batch_norm
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(nn.functional, "batch_norm", lambda *a, **k: (inside.append(a[0].dtype), original(*a, **k))[1])
-        for _ in range(4):
-            model(torch.randn(8, 4))
-    again = nn.BatchNorm1d(4)
-    assert all(torch.equal(again(given), output) for given, output in seen)
-    assert set(inside) == {OPT_LEVELS[level].cast_model_type}, "one kernel, which takes low precision and FP32 weights"
 
 
 def test_an_input_that_a_kept_module_gets_is_not_warned_about_and_one_that_others_get_is():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -267,27 +266,6 @@ def test_copies_and_pickles_of_a_model_that_stores_its_result():
     copied = copy.deepcopy(model)
     assert type(copied.head.last) is Tensor and copied.head.last.dtype is torch.bfloat16
     assert torch.equal(copied(batch()), copied.logits())
-
-
-def test_threads_have_results_of_their_own():
-    models = [headed(lambda head, x: head(x))[0] for _ in range(2)]
-    found = []
-    threads = [
-        threading.Thread(target=lambda m=model: found.append(torch.equal(m(batch()), m.logits()))) for model in models
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True, True]
-
-
-def test_after_restore_and_disabled_the_head_is_plain():
-    model, _ = headed(lambda head, x: head(x))
-    amp.restore()
-    assert type(model.head(model.body(batch()))) is Tensor
-    model, _ = headed(lambda head, x: head(x), enabled=False)
-    assert torch.equal(model(batch()), model.logits())
 
 
 @pytest.mark.slow

@@ -175,16 +175,6 @@ def test_a_checkpoint_is_left_as_it_was():
     assert all(torch.equal(tensor.flatten(), value) for tensor in state.values())
 
 
-@pytest.mark.parametrize("level", ["O5", "O5, split"])
-def test_a_checkpoint_that_has_the_model_s_own_tensors(level):
-    model, optimizer = rows(2**16, LEVELS[level])
-    before = all_of(model, optimizer)
-    model.load_state_dict(model.state_dict())
-    assert same(all_of(model, optimizer), before)
-    model.load_state_dict(dict(model.named_parameters(remove_duplicate=False)))
-    assert same(all_of(model, optimizer), before)
-
-
 @pytest.mark.parametrize("level", ["O2", "O5", "O5, split", "O5, stochastic"])
 def test_a_checkpoint_of_the_model_s_own_tensors_that_were_written(level):
     model, optimizer = rows(

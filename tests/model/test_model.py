@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import gc
 import inspect
-import threading
 import weakref
 
 import pytest
@@ -150,15 +149,6 @@ def test_signature_name_and_isinstance_stay(level):
     assert repr(model) == repr(plain)
 
 
-def test_the_class_is_made_once_and_instances_of_it_behave_like_the_base():
-    first, second = amp.initialize([convnet(), convnet()], opt_level="O2")
-    assert type(first) is type(second)
-    fresh = type(first)()
-    assert (
-        fresh(training.images(0)[0]).dtype is torch.float32 and fresh.state_dict().keys() == first.state_dict().keys()
-    )
-
-
 @pytest.mark.parametrize("level", CAST)
 def test_a_named_method_is_cast_like_forward(level):
     model = amp.initialize(convnet(), opt_level=level, methods=("encode",))
@@ -215,41 +205,6 @@ def test_a_partial_or_wrong_state_dict_behaves_as_in_torch():
     with pytest.raises(RuntimeError, match=r"size mismatch for head\.bias"):
         model.load_state_dict({"head.bias": torch.ones(3)}, strict=False)
     assert torch.equal(model.state_dict()["head.bias"], head["head.bias"])
-
-
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-def test_data_parallel_s_replicas_run_their_own_weights_on_their_threads(level, copied):
-    model = linear([[2.0]])
-    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    model = copy.deepcopy(model) if copied else model
-    replicas = [model._replicate_for_data_parallel() for _ in range(2)]
-    for index, replica in enumerate(replicas):
-        replica._parameters = {}
-        replica.weight = torch.full((1, 1), 10.0 * (index + 1), dtype=model.weight.dtype)
-        replica._former_parameters = {"weight": replica.weight}  # as torch's `replicate` has it
-        replica.bias = None
-    results = [None, None]
-
-    def run(index):
-        results[index] = replicas[index](torch.ones(1, 1))
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [r.item() for r in results] == [10.0, 20.0]
-    assert {r.dtype for r in results} == {model(torch.ones(1, 1)).dtype}
-
-
-def test_hooks_on_the_model_fire_and_are_kept():
-    model, calls = convnet(), []
-    model.register_forward_hook(lambda *a: calls.append("forward"))
-    model.register_full_backward_hook(lambda *a: calls.append("backward"))
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
-    training.train(model, optimizer, 1, lambda step: (training.images(0)[0].requires_grad_(), training.images(0)[1]))
-    assert calls == ["forward", "backward"]
 
 
 def accumulation_node(param):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import torch
 from reference_optimizers import ORACLES, parameters, required, run_steps
 
 from amp_patch.optimizers import (
@@ -86,13 +85,6 @@ def test_the_arguments_of_the_first_fused_adam_are_refused():
 def test_what_other_optimizers_have_is_refused_by_name(name, instead):
     with pytest.raises(ValueError, match=f"FusedAdam: {name}=True is not supported.*{instead}"):
         FusedAdam(parameters(), **{name: True})
-
-
-def test_groups_bring_their_own_learning_rate():
-    p, q = parameters(shapes=[(2,), (2,)])
-    run_steps(FusedSGD([{"params": [p], "lr": 0.0}, {"params": [q], "lr": 1.0}]), [p, q])
-    start = parameters(shapes=[(2,), (2,)])
-    assert torch.equal(p, start[0]) and not torch.equal(q, start[1])
 
 
 @pytest.mark.parametrize(

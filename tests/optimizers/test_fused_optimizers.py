@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import reference_optimizers as reference
 import torch
-import training
 from conftest import DEVICES, DTYPES
 from crossed import crossed
 from reference_optimizers import (
@@ -24,10 +22,8 @@ from reference_optimizers import (
 )
 from torch import nn
 
-from amp_patch import amp
 from amp_patch.optimizers import (
     FusedLAMB,
-    FusedOptimizer,
     FusedSGD,
 )
 
@@ -129,34 +125,8 @@ def test_lamb_takes_no_trust_ratio_from_a_norm_of_zero():
     assert torch.allclose(p, torch.full((3,), -0.5), atol=1e-5)
 
 
-def test_an_infinite_gradient_reaches_the_weights_without_amp():
-    p = nn.Parameter(torch.ones(2))
-    p.grad = torch.tensor([math.nan, 1.0])
-    FusedLAMB([p]).step()
-    assert p.isnan().all()  # through the norm, as in Apex
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Under amp
-
-
-@every
-def test_state_outlives_o3_and_restore(make):
-    """At O3 the parameters are half, their state is not; restore() makes them FP32 again."""
-    model = training.convnet()
-    optimizer = make(model.parameters(), **required(make), **({"eps": 1e-4} if make is not FusedSGD else {}))
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
-    training.train(model, optimizer, 2)
-    before = copy.deepcopy(optimizer.state_dict())
-    amp.restore()
-    assert isinstance(optimizer, FusedOptimizer)
-    after = optimizer.state_dict()
-    for key, state in before["state"].items():
-        for name, value in state.items():
-            assert value.dtype is torch.float32 and torch.equal(value, after["state"][key][name])
-    images, classes = training.images(3)
-    nn.functional.cross_entropy(model(images), classes).backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

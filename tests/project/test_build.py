@@ -233,14 +233,6 @@ def test_a_cuda_compiler_that_cannot_serve_leaves_the_cpu_kernels_and_is_named(s
 
 
 @pytest.mark.slow
-def test_a_required_extension_is_required_with_its_cuda_kernels(sources):
-    result = build_with_cuda(sources, "13.0", "11.8", AMP_PATCH_REQUIRE_EXT="1")
-    assert result.returncode != 0
-    assert "11.8" in result.stderr
-    assert extensions(sources) == []
-
-
-@pytest.mark.slow
 def test_source_distributions_and_wheels_hold_sources_templates_and_types(sources):
     shutil.copy(ROOT / "MANIFEST.in", sources)
     for name in ("csrc/part.h", "csrc/kernels.cu", "amp_patch/_build.py"):  # the last is of a build in place
@@ -261,22 +253,6 @@ def test_source_distributions_and_wheels_hold_sources_templates_and_types(source
     assert "amp_patch/_build.py" not in held
     assert {path.name for path in (sources / "built" / templates).iterdir()} == wanted
     assert (sources / "built" / "amp_patch" / "py.typed").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("content", ["good", "bad", "none"])
-def test_a_wheel_holds_the_extension_or_the_reason(sources, content):
-    if content == "bad":
-        (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
-    target = sources / "installed"
-    install = ["-m", "pip", "install", "--no-build-isolation", "--no-deps", "--target", str(target), "."]
-    command = [sys.executable, *install]
-    result = run_in(sources, command, AMP_PATCH_NO_EXT=str(int(content == "none")))
-    assert result.returncode == 0, result.stderr
-    assert len(extensions(target)) == (content == "good")
-    assert bool(noted(target, "TORCH")) == (content == "good")
-    assert bool(reason(target)) == (content != "good")
-    assert not (sources / "amp_patch" / "_build.py").exists()
 
 
 @pytest.fixture
@@ -352,29 +328,3 @@ def test_without_a_gpu_it_is_compiled_for_the_compiler_s_architectures(toolkit):
     assert "-gencode=arch=compute_90,code=compute_90" in flags and len(flags) == 4
     assert asked[1] == "8.6"
     assert older[1] == "7.0;7.5;8.0;8.6;8.9;9.0+PTX"
-
-
-# Python 3.12 took away what setuptools 65 imports.
-OLD_SETUPTOOLS = "setuptools==65.*" if sys.version_info < (3, 12) else "setuptools==69.*"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("release", ["installed", OLD_SETUPTOOLS])
-def test_old_and_new_setuptools_take_the_metadata(sources, release):
-    path = []
-    if release != "installed":
-        command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(sources / "old"), release, "wheel"]
-        got = subprocess.run(command, capture_output=True, text=True)
-        if got.returncode:
-            pytest.skip(f"pip cannot get {release}: {got.stderr.splitlines()[-1]}")
-        path = [str(sources / "old")]
-        shown = [sys.executable, "-c", "import setuptools; print(setuptools.__version__)"]
-        environment = {**os.environ, "PYTHONPATH": path[0]}
-        version = subprocess.run(shown, env=environment, capture_output=True, text=True).stdout
-        assert version.startswith(release.removeprefix("setuptools==").removesuffix("*"))
-    result = build(sources, "-q", "egg_info", AMP_PATCH_NO_EXT="1", PYTHONPATH=os.pathsep.join(path))
-    assert result.returncode == 0, result.stderr
-    assert "deprecated" not in result.stderr or release != "installed"
-    (metadata,) = sources.glob("*.egg-info/PKG-INFO")
-    lines = metadata.read_text().splitlines()
-    assert "License: BSD-3-Clause" in lines and "Requires-Python: >=3.10" in lines

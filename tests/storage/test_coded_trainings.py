@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from coded_states import (
     IN_ONE_PASS,
-    LEVELS,
     MAKERS,
     OPTIM,
     coded,
@@ -23,8 +20,7 @@ from coded_states import (
     state_of,
 )
 from conftest import DEVICES
-from torch import Tensor
-from training import backward, masters_of, same
+from training import backward, masters_of
 
 from amp_patch import amp, multi_tensor, optimizers
 
@@ -32,41 +28,6 @@ one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("Ad
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints, copies, and the way back
-
-
-def test_a_pickle_of_a_state_is_an_ordinary_dict():
-    model, optimizer = start(MAKERS["AdamW"])
-    go_on(model, optimizer, range(2))
-    state = optimizer.state[next(iter(amp.master_params(optimizer)))]
-    for twin in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
-        assert type(twin) is dict and same(twin.values(), state.values())
-        assert type(twin["exp_avg"]) is Tensor
-
-
-@pytest.mark.parametrize("options", [LEVELS["O4"], LEVELS["split"], LEVELS["stochastic"]], ids=["O4", "split", "none"])
-@pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "SGD", "NAdam")])
-def test_a_step_in_backward_has_the_same_bits(make, options):
-    ends = []
-    for release in (True, False):
-        model, optimizer = start(make, **options, gradient_release=release)
-        ends.append(
-            [*map(torch.tensor, go_on(model, optimizer, range(4))), *masters_of(optimizer), *state_of(optimizer)]
-        )
-        assert coded(optimizer)
-        amp.restore()
-    assert same(*ends)
-
-
-def test_a_group_that_comes_later_and_a_scheduler():
-    model = net()
-    optimizer = MAKERS["AdamW"](model[:2].parameters())
-    scheduler = OPTIM.lr_scheduler.StepLR(optimizer, 1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", optimizer_state="8bit", verbosity=0)
-    go_on(model, optimizer, range(2))
-    optimizer.add_param_group({"params": list(model[2:].parameters())})
-    go_on(model, optimizer, range(2, 4))
-    scheduler.step()
-    assert coded(optimizer) == {"exp_avg": 2, "exp_avg_sq": 2}
 
 
 def test_two_optimizers_of_one_training_and_one_parameter_in_both():

@@ -92,16 +92,6 @@ def test_a_tensor_that_shares_a_master_s_memory_sees_each_step_and_is_heard(trai
     assert opened(optimizer) == 0
 
 
-def test_a_user_s_tensor_class_beside_a_master(training):
-    class Mine(Tensor):
-        pass
-
-    _, optimizer = training
-    master = next(amp.master_params(optimizer))
-    wanted = 2 * masters_of(optimizer)[0]
-    assert torch.equal((master + master.detach().as_subclass(Mine)).as_subclass(Tensor), wanted)
-
-
 def test_a_master_whose_model_is_gone_says_so():
     model, optimizer = start_split(MAKERS["AdamW"])
     kept = list(amp.master_params(optimizer))

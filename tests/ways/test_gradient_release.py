@@ -6,7 +6,6 @@ tests/optimizers/test_every_optimizer.py has the numbers of ordinary trainings.
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import pytest
@@ -144,15 +143,6 @@ def test_a_gradient_with_another_layout_is_stepped_among_others_like_alone(make,
     assert same(train(1), train(2**16))
 
 
-def test_restore_takes_the_hooks_away():
-    model, _ = start(MAKERS["AdamW"])
-    amp.restore()
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-    loss_of(model, 4).backward()
-    assert all(p.grad is not None for p in model.parameters())
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
 def test_a_copy_steps_behind_backward_to_the_same_bits(copied):
     model, optimizer = start(MAKERS["AdamW"], "O5+split")
@@ -224,15 +214,6 @@ def test_small_parameters_are_stepped_in_one_call_and_large_ones_at_once(monkeyp
         backward(model(torch.ones(2, 16)).square().mean(), optimizer)
         optimizer.step()
     assert stepped == [[16, 65536], [4096, 65536], [16, 256] * 4]
-
-
-def test_a_training_that_is_dropped_in_an_iteration_is_freed():
-    model, optimizer = start(MAKERS["AdamW"])
-    backward(loss_of(model, 0), optimizer)
-    optimizer.step()
-    refs = [weakref.ref(p) for p in model.parameters()]
-    del model, optimizer
-    assert not any(ref() for ref in refs)
 
 
 def test_gradients_of_another_optimizers_loss_and_of_a_backward_elsewhere_are_not_stepped():

@@ -283,20 +283,6 @@ def test_an_interrupt_waits_for_the_end_of_the_step(level, kind, settings, own_w
             training.assert_unchanged(ends(model, optimizer), later)
 
 
-@crossed(
-    {"duplicate": {"deepcopy": copy.deepcopy, "pickle": training.through_pickle}}, ONE_OF_EACH, both_levels, meet=1
-)
-def test_a_copy_goes_on_in_one_pass(level, kind, settings, duplicate, kernels):
-    both = trained(level, kind, settings)
-    twins = duplicate(both)
-    kernels.clear()
-    go_on(*both)
-    calls = kernels.copy()
-    go_on(*twins)
-    assert calls and kernels == calls * 2
-    training.assert_unchanged(ends(*both), ends(*twins))
-
-
 IN_A_FRESH_PROCESS = """
 import sys, torch
 from amp_patch import amp

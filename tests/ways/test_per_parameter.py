@@ -104,13 +104,6 @@ def test_a_group_without_gradients_counts_its_steps_too():
     assert train() == wanted
 
 
-def test_state_that_has_something_of_the_weights_is_not_what_holds_them():
-    amp.register_per_parameter_optimizer(Decaying)
-    model, optimizer = start(Decaying)
-    go_on(model, optimizer, range(1))
-    assert coded(optimizer) == {"momentum": 2}
-
-
 def checked(kind: Any, fp32_state: Any = (), make: Any = None) -> None:
     amp.register_per_parameter_optimizer(kind, fp32_state=fp32_state)
     check_per_parameter_optimizer((make or kind)(net().parameters()))
