@@ -1,7 +1,7 @@
 """Modules in which a test file's installations of casts look for torch's functions.
 
-A process that has collected all tests has the modules of 400 files and of each package that one of them imports. To
-search them all takes ten times as long as most tests.
+A process that has collected all tests has the modules of 400 files, of each package that one of them imports and of all
+of torch. To search them all takes ten times as long as most tests, and to pass over most of them half as long as many.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from paths import TESTS
 
 from amp_patch.support import held_names
 
 FILES = {path.stem: path for path in TESTS.rglob("*.py")}
+# Functions of the op lists and of masters are in these.
+_OF_TORCH = re.compile(r"torch(\.[a-z]+|\.nn\.(functional|utils|attention.*|utils\.convert_parameters))?")
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)|import(?:orskip|_module)\(\"(\w+)", re.MULTILINE)
 
 
@@ -26,10 +29,33 @@ def search_for(path: Path) -> Iterator[None]:
     """Leave the modules out that the test file `path` does not use."""
     never = held_names._NEVER
     held_names._NEVER = never | left_out(path, never)
+    if "sys.modules" not in path.read_text():
+        held_names.sys = Loaded()
     try:
         yield
     finally:
-        held_names._NEVER = never
+        held_names._NEVER, held_names.sys = never, sys
+
+
+class Loaded:
+    """What the search reads of `sys`: modules that it does not pass over, and those by which it knows users of torch.
+
+    The names are found again when modules have come or gone. A test file that edits `sys.modules` has `sys` itself.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._names = 0, []
+
+    @property
+    def modules(self) -> dict[str, ModuleType]:
+        if len(sys.modules) != self._count:
+            self._count = len(sys.modules)
+            self._names = [name for name in sys.modules if _OF_TORCH.fullmatch(name) or not _is_passed_over(name)]
+        return {name: sys.modules[name] for name in self._names if name in sys.modules}
+
+
+def _is_passed_over(name: str) -> bool:
+    return name.partition(".")[0] in held_names._NEVER
 
 
 def left_out(path: Path, never: Iterable[str]) -> frozenset[str]:
