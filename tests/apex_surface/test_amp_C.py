@@ -148,19 +148,3 @@ def test_l2norm(dtype, device):
 def test_wrong_calls_are_refused_by_name(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.parametrize("name", [n for n in amp_C.__all__ if n.startswith("multi_tensor") and "capturable" not in n])
-def test_lists_of_nothing_are_legal(name):
-    lists = {"adam": 4, "lamb": 4, "sgd": 3, "axpby": 3, "scale": 2}
-    rest = {
-        "scale": (1.0,),
-        "axpby": (1.0, 1.0, -1),
-        "l2norm": (),
-        "sgd": (0.1, 0.9, 0.0, 0.1, False, True, False, 1.0),
-        "adam": (0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.1),
-        "lamb": (0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 1, torch.ones(1), 1.0),
-    }
-    short, flag = name.removeprefix("multi_tensor_"), buffer()
-    getattr(amp_C, name)(CHUNK, flag, [[] for _ in range(lists.get(short, 1))], *rest[short])
-    assert flag.item() == 0

@@ -125,18 +125,6 @@ def test_clipping_is_of_the_masters():
     assert optimizer.clip_master_grads(100.0, norm_type=math.inf) <= 1.0
 
 
-def test_a_parameter_without_a_gradient_leaves_no_stale_one():
-    model = layer(torch.float16)
-    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    optimizer.backward(loss_of(model))
-    model.zero_grad(set_to_none=True)
-    before = copy.deepcopy(model.state_dict())
-    optimizer.update_master_grads()
-    optimizer.step()
-    assert grads_of(optimizer) == [[None, None]]
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
 def test_a_closure_is_refused_before_it_is_called():
     optimizer = FP16_Optimizer(sgd(layer(torch.float16)))
     with pytest.raises(RuntimeError, match=r"FP16_Optimizer\.step: a closure .* call the closure's body first"):

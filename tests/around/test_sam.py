@@ -156,19 +156,6 @@ def test_the_second_pass_is_at_the_moved_weights(level, kind):
     assert next(amp.master_params(sam)).item() == 0.5 and model(torch.ones(1, 1)).item() == 0.5
 
 
-@crossed({"delayed": [0, 1], "level": LEVELS, "kind": KINDS})
-def test_gradients_of_a_delayed_exit_serve_both_passes(delayed, level, kind):
-    model = linear([[64.0]])
-    sam = kind(model.parameters(), torch.optim.SGD, rho=1.0, lr=1.0)
-    model, sam = amp.initialize(model, sam, opt_level=level, loss_scale=8.0)
-    seen = []
-    for index, step in enumerate((sam.first_step, sam.second_step)):
-        backward(model(torch.ones(1, 1)).sum(), sam, delay_unscale=index == delayed)
-        step(zero_grad=True)
-        seen.append(model(torch.ones(1, 1)).item())
-    assert seen == [65.0, 63.0]
-
-
 @crossed(
     {"level": SCALED},
     pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True)], ids=["first", "second", "both"]),
@@ -260,18 +247,3 @@ def test_its_state_for_parameters_moves_to_the_masters_and_back(level):
     del old  # `load_state_dict` has copied it
     amp.restore()
     assert "old" in sam.state[model.weight] and master not in sam.state
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "its base"])
-def test_restore_leaves_nothing_on_the_wrapper(whole, kind):
-    model = linear([[1.0]])
-    sam = kind(model.parameters(), torch.optim.SGD, lr=1.0)
-    known = vars(sam).keys() | {"moves"}
-    amp.initialize(model, given(sam, whole), opt_level="O2")
-    backward(model(torch.ones(1, 1)).sum(), sam)
-    assert type(sam) is not kind and isinstance(sam, kind)
-    amp.restore()
-    assert type(sam) is kind and vars(sam).keys() <= known
-    assert not getattr(sam, "_optimizer_step_pre_hooks", None)
-    assert list(sam.param_groups[0]["params"]) == [model.weight]

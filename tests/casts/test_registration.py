@@ -127,23 +127,6 @@ def test_kinds_of_callables(function: Callable[[Tensor], Tensor]) -> None:
     assert x.grad is not None and x.grad.dtype is FULL
 
 
-def test_decorated_callables_keep_their_way_of_binding() -> None:
-    class Module:
-        builtin = functions.float_function(torch._C._nn.gelu)
-        bound = functions.float_function(Callables().plain)
-        twice = functions.float_function(functions.half_function(torch._C._nn.gelu))
-
-        @functions.float_function
-        def method(self, x: Tensor) -> Tensor:
-            assert isinstance(self, Module)
-            return x
-
-    x = torch.ones(2, dtype=HALF)
-    with regions.region(o1()):
-        assert Module().builtin(x).dtype is Module().bound(x).dtype is Module().method(x).dtype is FULL
-        assert Module().twice(x).dtype is HALF
-
-
 def test_decorated_builtins_copy_and_pickle() -> None:
     gelu = functions.float_function(torch._C._nn.gelu)
     assert copy.deepcopy(gelu) is gelu

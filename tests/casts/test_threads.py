@@ -202,31 +202,6 @@ def test_casts_are_installed_and_removed_under_calls() -> None:
     assert before == (dict(vars(torch.Tensor)), dict(vars(F)), dict(vars(torch)))
 
 
-@needs_clean
-def test_threads_that_end_inside_regions() -> None:
-    """The cache of an ended thread is freed, whether its weights are freed before, after or with the thread."""
-    install.install()
-    x, shared = torch.ones(2, 2), [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
-    left_over: list[weakref.ref[Tensor]] = []
-
-    def work(dtype: torch.dtype) -> None:
-        own = nn.Parameter(torch.ones(2, 2))
-        for _ in range(3):
-            regions.region(o1(dtype)).__enter__()
-        for weight in (*shared, own):
-            assert (x @ weight).dtype is dtype
-            left_over.append(weakref.ref(casts_state.cast_weight(weight, dtype)))
-        assert casts_state.in_use.cached() == 4
-        if dtype is HALF:
-            shared[0] = nn.Parameter(torch.ones(2, 2))  # the one before dies here or with another thread
-
-    for _ in range(10):
-        run_on_threads(*(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16) * 3))
-    assert casts_state.in_use.cached() == 0 and (x @ shared[0]).dtype is FULL
-    gc.collect()
-    assert not any(cast() is not None for cast in left_over)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # DataParallel's threads
 

@@ -132,17 +132,6 @@ def test_edited_weights_are_cast_again() -> None:
 
 
 @needs_install
-def test_entries_die_with_their_tensors() -> None:
-    with regions.region(o1()), torch.no_grad():
-        weight = nn.Parameter(torch.ones(2, 2))
-        cast = weakref.ref(casts_state.cast_weight(weight, HALF))
-        assert cached() == 1 and cast() is not None
-        del weight
-        gc.collect()
-        assert cached() == 0 and cast() is None
-
-
-@needs_install
 def test_a_weight_may_die_anywhere() -> None:
     """A weight is freed on another thread, after the region, after its thread, and while a weak reference is held."""
     weights = [nn.Parameter(torch.ones(2, 2), requires_grad=False) for _ in range(4)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import pickle
 
 import pytest
 import torch
@@ -77,51 +76,6 @@ def test_a_state_is_loaded_before_and_after_the_first_scale(scaled_before):
         disabled.load_state_dict(one.state_dict())
         assert disabled.state_dict() == {}
     assert states[0] == states[1] and states[0][1] == 3.0
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("interval", [0, 1, 2, 3, 4, 5])
-@pytest.mark.parametrize("how", ["set", "load", "before the first loss"])
-def test_an_interval_below_the_counter_waits_for_the_next_overflow(how, interval, device):
-    """torch grows when the counter is at the interval, not when it is past it."""
-    told = []
-    for scaler in scalers(device, init_scale=2.0**10, growth_interval=8):
-        model, optimizer = model_and_optimizer(device)
-        seen = []
-        if how == "before the first loss":
-            scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 3})
-        else:
-            for _ in range(3):
-                iterate(scaler, model, optimizer)
-        if how == "load":
-            scaler.load_state_dict({**scaler.state_dict(), "growth_interval": interval})
-        else:
-            scaler.set_growth_interval(interval)
-        for overflow in (False, False, True, False, False, False):
-            seen.append((scaler.state_dict(), scaler.get_scale()))
-            iterate(scaler, model, optimizer, overflow=overflow)
-        scaler.set_growth_interval(1)
-        scaler.set_growth_interval(interval + 9)
-        for _ in range(9):
-            scaler = pickle.loads(pickle.dumps(scaler))
-            iterate(scaler, model, optimizer)
-            seen.append(scaler.state_dict())
-        told.append(seen)
-    assert told[0] == told[1]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_spoilt_after_unscale_are_the_script_s_own_affair(device, fused):
-    """Only `unscale_` checks gradients, as in torch. A value that is written afterwards reaches the weights."""
-    for scaler in scalers(device):
-        model, optimizer = model_and_optimizer(device, fused=fused)
-        scaler.scale(model(torch.ones(1, 3, device=device)).sum()).backward()
-        scaler.unscale_(optimizer)
-        for param in model.parameters():
-            param.grad.fill_(INF)
-        scaler.step(optimizer)
-        assert not model.weight.isfinite().any()
 
 
 def test_an_optimizer_may_take_the_scaler_itself():
@@ -289,24 +243,6 @@ def test_gradients_that_came_through_scale_loss_are_refused(level, nested, delay
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Beside torch.compile
-
-
-def test_a_compiled_step_and_loss_are_eager_s():
-    """The step and the loss function compiled (by a backend that runs the graph as it is), the scaler outside."""
-    runs = []
-    for compiled in (False, True):
-        model, optimizer = model_and_optimizer(fused=True)
-        scaler = amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        compute = lambda x, scaler=scaler, model=model: scaler.scale(model(x).sum())  # noqa: E731
-        if compiled:
-            compute = torch.compile(compute, backend="eager", fullgraph=True)
-        for turn in range(4):
-            optimizer.zero_grad()
-            compute(torch.full((1, 3), INF if turn == 1 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        runs.append((model.weight.detach(), scaler.state_dict()))
-    assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
 
 
 @pytest.mark.parametrize("end", ["step", "zero_grad"])

@@ -147,13 +147,6 @@ def test_other_tables_and_small_positions_are_not_named(table, inputs):
     amp.initialize(Timed(frequencies), opt_level="O2")(*TIMES)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-@pytest.mark.parametrize("keep", [(), "buffers"])
-def test_levels_that_cast_no_buffers_say_nothing(level, keep):
-    model, _ = made(Net(), level, keep_fp32=keep)
-    assert model.rotary.frequencies.dtype is torch.float32 and type(model.rotary) is Rotary
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("keep", ["buffers", ["rotary"], ["buffers", "head"]])
 @pytest.mark.parametrize("level", CAST)

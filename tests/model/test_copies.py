@@ -34,15 +34,6 @@ def test_a_copy_of_the_model_alone_has_the_masters_values(kind, duplicate):
     assert training.same(masters_of(optimizer), masters)
 
 
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("kind", MASTERED)
-def test_masters_that_were_written_and_not_yet_published_are_in_the_copy(kind, duplicate):
-    model, optimizer = start_kind(kind, linear([[1.0, 2.0]]))
-    with torch.no_grad():
-        next(amp.master_params(optimizer)).add_(2.0**-20)
-    assert duplicate(model).weight.tolist() == [[1.0 + 2.0**-20, 2.0 + 2.0**-20]]
-
-
 # --- what a copy computes ---------------------------------------------------------------------------------------------
 
 
@@ -139,51 +130,6 @@ def test_a_copy_enters_a_separate_training(kind, second):
     assert training.train(student, others, 3) == training.train(reference, references, 3)
     assert training.same(training.weights(student), training.weights(reference))
     assert {b.dtype for b in student.buffers()} == {b.dtype for b in reference.buffers()}
-
-
-@pytest.mark.parametrize("kind", ["O5", "split"])
-def test_a_copy_is_trained_by_a_plain_optimizer(kind):
-    model, _ = trained(kind)
-    student = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(student.parameters(), lr=2.0**-6)
-    losses = []
-    for _ in range(20):
-        inputs, targets = images(0)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(student(inputs), targets)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    assert all(p.grad.dtype is torch.float32 for p in student.parameters())
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("kind", CAST)
-def test_frozen_weights_and_kept_modules_of_copies(kind):
-    model = convnet()
-    model.head.requires_grad_(False)
-    params = [p for p in model.parameters() if p.requires_grad]
-    model, optimizer = amp.initialize(model, SGD(params), keep_fp32="body.3", **CAST[kind])
-    training.train(model, optimizer, 2)
-    model.eval()
-    inputs = images(0)[0]
-    alone, (pair, _) = copy.deepcopy(model), copy.deepcopy((model, optimizer))
-    for twin in (alone, pair):
-        assert torch.equal(twin(inputs), model(inputs))
-    assert alone.head.weight.dtype is torch.float32 and not alone.head.weight.requires_grad
-
-
-@pytest.mark.parametrize("kind", CAST)
-def test_a_copy_outlives_restore(kind):
-    model, _ = trained(kind)
-    average = copy.deepcopy(model).eval()
-    expected = average(images(0)[0])
-    amp.restore()
-    assert torch.equal(average(images(0)[0]), expected)
-    with torch.no_grad():
-        for a, p in zip(average.parameters(), model.parameters(), strict=True):
-            a.lerp_(p, 0.5)
-    assert training.same(values(amp.fp32_copy(average)), values(average))
 
 
 @pytest.mark.parametrize("kind", CAST)

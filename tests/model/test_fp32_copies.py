@@ -96,15 +96,6 @@ def test_an_fp32_copy_runs_in_fp32_while_the_training_lives(level):
     assert training.same(in_eager(plain), expected)
 
 
-def test_an_fp32_copy_has_plain_classes_without_process_casts():
-    model = amp.initialize(convnet(), opt_level="O2")
-    plain = amp.fp32_copy(model)
-    assert type(plain) is training.ConvNet
-    amp.initialize(linear([[1.0]]), opt_level="O1")
-    assert type(plain) is not training.ConvNet
-    assert type(plain.head) is nn.Linear  # known by its class to quantization and its like
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @crossed({"level": ["O1", "O2"], "how": ["trace", "script", "export", "compile"]}, meet=1)
 def test_an_fp32_copy_is_exported_in_fp32_while_the_training_lives(level, how, fresh_compiler):

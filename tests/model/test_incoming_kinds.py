@@ -207,16 +207,6 @@ def test_without_an_optimizer_the_state_dict_has_the_weights_themselves():
     assert state["norm.weight"].dtype is torch.float32 and state["offset"].dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("level", LEVELS[1:])
-def test_named_modules_are_fp32_though_they_came_frozen_in_low_precision(level):
-    model = net(torch.bfloat16)
-    model, optimizer = amp.initialize(model, SGD(trained(model)), opt_level=level, keep_fp32="frozen", verbosity=0)
-    assert model.frozen.weight.dtype is torch.float32
-    iterate_low(model, optimizer, 2)
-    amp.restore()
-    assert model.frozen.weight.dtype is torch.bfloat16
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Several processes
 

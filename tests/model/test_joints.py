@@ -205,16 +205,6 @@ def test_in_a_call_inside_of_a_call_of_the_training_the_guest_may_wrap_the_metho
     assert heard(lambda: outer.again(ones())) == [*first, "Outer call", "Inner call", *last]
 
 
-def test_a_model_of_another_training_inside_has_all_events(register):
-    register(lambda model, entry: Noting(f"{type(model).__name__} "))
-    inner, _ = entered(Inner(), "O5")
-    outer, _ = entered(Outer(nn.Identity()))
-    outer.inner.register_forward_hook(lambda module, args, output: inner(output))
-    inside = [f"Inner {event}" for event in ALL]
-    first, last = [f"Outer {event}" for event in ALL[:3]], [f"Outer {event}" for event in ALL[3:]]
-    assert heard(lambda: outer(ones())) == [*first, *inside, *last]
-
-
 def test_a_recomputed_part_has_one_event_and_a_recomputed_forward_has_all(register):
     register(lambda model, entry: Noting(f"{type(model).__name__} "))
     inner = Inner()

@@ -134,27 +134,6 @@ def test_a_module_is_no_longer_kept_when_a_later_call_does_not_name_it():
     assert model(training.images(0)[0]).dtype is torch.float16 and type(model.head) is nn.Linear
 
 
-def test_a_child_of_the_same_training_keeps_its_own_types_inside_its_parent():
-    class Head(nn.Module):
-        def forward(self, inputs):
-            assert inputs.dtype is torch.float32
-            return inputs
-
-    class Parent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(2, 2), Head()
-
-        def forward(self, inputs):
-            out = self.head(self.layer(inputs).float())
-            assert out.dtype is torch.float32
-            return out
-
-    model = Parent()
-    models = amp.initialize([model, model.head], opt_level="O2")
-    assert models[0](torch.ones(1, 2)).dtype is torch.float32
-
-
 class Holding(nn.Module):
     """Reads parameters that containers without a forward hold, in products and sums."""
 

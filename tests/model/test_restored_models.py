@@ -111,18 +111,6 @@ def test_a_failing_initialize_raises_its_error_although_undoing_fails(monkeypatc
     amp.restore()
 
 
-def test_overrides_of_a_parent_s_method_by_a_property_stay():
-    class Parent(nn.Module):
-        def size(self):
-            return "method"
-
-    class Child(Parent):
-        size = property(lambda self: "property")
-
-    model = amp.initialize(Child(), opt_level="O2")
-    assert model.size == "property"
-
-
 def test_a_class_patched_later_is_what_runs():
     class Patched(nn.Linear):
         def forward(self, inputs):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import training
-from python_forks import python
 from torch import nn
 from training import ADAM, backward, convnet, images, linear
 
@@ -122,30 +119,6 @@ def test_casts_do_not_act_in_the_step_of_an_own_class():
     amp.initialize(nn.Linear(2, 2), opt_level="O1")
     optimizer.step()
     assert optimizer.kind is torch.float32
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, training.through_pickle])
-def test_copies_train_on_as_their_own_class(duplicate):
-    model, optimizer = start_o0(convnet(), torch.optim.SGD)
-    losses(model, optimizer)
-    twin, twins = duplicate((model, optimizer))
-    assert type(twin) is training.ConvNet and isinstance(twins, torch.optim.SGD)
-    assert losses(twin, twins) == losses(model, optimizer)
-
-
-PLAIN = """
-import sys, torch
-sys.modules["amp_patch"] = None
-model = torch.load(sys.argv[1], weights_only=False)
-assert type(model) is torch.nn.Sequential and model(torch.ones(1, 2)).dtype is torch.float32
-"""
-
-
-def test_a_pickled_model_needs_no_amp_patch(tmp_path):
-    model, _ = start_o0(nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD)
-    torch.save(model, tmp_path / "model")
-    done = python("-c", PLAIN, tmp_path / "model")
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("first", ["O1", "O2", "O3"])

@@ -107,17 +107,6 @@ def test_every_half_survives_a_round_trip():
         exact(back[0], low[0])
 
 
-@device
-def test_the_factor_may_live_on_the_device(device):
-    src = draw([5, 600], torch.float16, device)
-    third = torch.tensor(1 / 3)
-    for factor in (third, third.reshape(1), third.double()):
-        dst = [torch.empty_like(t, dtype=torch.float32) for t in src]
-        mt.multi_tensor_scale(src, dst, factor.to(device))
-        for d, t in zip(dst, src, strict=True):
-            exact(d, t.float() * torch.tensor(1 / 3, device=device))
-
-
 @on_every_set
 @device
 @pytest.mark.parametrize(

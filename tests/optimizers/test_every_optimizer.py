@@ -54,7 +54,7 @@ def test_any_optimizer_trains_as_alone(kind, level, device):
     assert_trains_as_alone(kind, level, device)
 
 
-@crossed({"kind": ONE_OF_EACH_WAY, "level": LEVELS, "backend": BACKENDS})
+@crossed({"kind": ONE_OF_EACH_WAY, "level": LEVELS, "backend": BACKENDS}, meet=1)
 def test_each_way_to_step_trains_as_alone_on_each_backend(kind, level, backend):
     with multi_tensor.use_backend(backend):
         assert_trains_as_alone(kind, level)

@@ -248,7 +248,7 @@ def coded_step(model: nn.Module, optimizer: Any, factor: float) -> None:
     assert coded_states.coded(optimizer)
 
 
-CODED = [f"{level}+8bit" for level in ("O0", "O1", "O2", "O4", "O5", "O5+split", "O5+stochastic")]
+CODED = [f"{level}+8bit" for level in ("O1", "O2", "O5+split", "O5+stochastic")]
 
 
 @crossed({"level": CODED, "make": coded_states.MAKERS, "event": EVENTS})
