@@ -183,20 +183,6 @@ def test_a_convolutions_backward_rounds_the_gradient_of_its_input_before_it_comp
     assert not in_cpp or peaks[1] - peaks[0] < 1.5 * x.nbytes  # FP32 would take twice as much as `x`
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_batch_and_instance_norms_between_emulated_functions_are_torch_s(norm, policy, installed):
-    """These norms are not emulated: torch's kernels take and return the low type, and compute in FP32 on every CPU."""
-    x, conv = half(2, 3, 6, 6, dtype=policy.dtype), nn.Conv2d(3, 4, 3).to(policy.dtype)
-    expected = F.conv2d(x.float(), conv.weight.float(), conv.bias.float()).to(policy.dtype)
-    expected = norm(expected)
-    norm.reset_running_stats()
-    with regions.region(policy):
-        result = norm(conv(x))
-    assert result.dtype is policy.dtype and torch.equal(result, expected)
-    assert norm.running_var.dtype is torch.float32 and not torch.equal(norm.running_var, torch.ones(4))
-
-
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_half_functions_without_casts_are_fp32_rounded_once(name, installed):
     function, shapes = SLOW[name]
@@ -352,19 +338,6 @@ def test_a_cap_on_torchs_instructions_counts_as_the_processor(cap, fp16, bf16, m
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Trainings.
-
-
-def test_amp_autocast_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(cpu_half, "has_arithmetic", lambda dtype: False)
-    model, inputs = training.convnet(), training.images(0)[0]
-
-    def step():
-        with amp.autocast("cpu", dtype=FP16):
-            out = model(inputs)
-        assert out.dtype is FP16
-        out.float().sum().backward()
-
-    assert half_kernels(step) == []
 
 
 def test_a_forward_without_backward_holds_nothing():

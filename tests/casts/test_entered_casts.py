@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,35 +61,6 @@ def test_an_exception_restores(make: Callable[[], Any]) -> None:
     with pytest.raises(KeyError), make():
         raise KeyError
     assert casts_state.current() is outer and run_in_thread(casts_state.current) is outer
-
-
-def test_one_object_nested_and_in_threads() -> None:
-    shared = regions.region(o1())
-    with shared, shared:
-        assert casts_state.current() is shared.policy
-    assert casts_state.current() is None
-    with shared:
-        assert run_in_thread(casts_state.current) is None, "regions are the thread's"
-        barrier = threading.Barrier(4)
-
-        def work() -> bool:
-            for _ in range(200):
-                with shared:
-                    if casts_state.current() is not shared.policy:
-                        return False
-                if casts_state.current() is not None:
-                    return False
-            barrier.wait()
-            return True
-
-        results: list[bool] = []
-        threads = [threading.Thread(target=lambda: results.append(work())) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert results == [True] * 4
-        assert casts_state.current() is shared.policy
 
 
 def suspended_in(block: regions.region) -> Iterator[None]:

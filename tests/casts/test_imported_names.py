@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import wrapper_backends
 from conftest import WRAPPERS
+from torch import nn
 from torch.nn import functional as F
 
 from amp_patch import amp
@@ -21,6 +25,7 @@ LOW = torch.bfloat16
 SOURCE = """
 import torch
 from torch import einsum, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import linear, softmax
 
@@ -80,6 +85,18 @@ def test_levels_without_casts_leave_bound_functions_alone(script: Any, level: st
     net = script.Net()
     amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level)
     assert dict(vars(script)) == names and net.act is F.softmax
+
+
+def test_copies_of_a_model_go_on_with_the_functions_that_it_holds() -> None:
+    net = nn.Linear(2, 2)
+    net.act, net.bound = F.softmax, partial(F.softmax, dim=-1)
+    amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O4")
+    low = torch.ones(2, 2, dtype=LOW)
+    for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert each.act(low, -1).dtype is each.bound(low).dtype is torch.float32
+    twin = copy.deepcopy(net)
+    amp.restore()
+    assert net.act is net.bound.func is F.softmax and twin.act(low, -1).dtype is LOW
 
 
 def products(x: torch.Tensor) -> torch.Tensor:

@@ -129,15 +129,6 @@ def test_without_the_option_it_gives_fp32(norm: Norm, dtype: torch.dtype) -> Non
         assert norm(*sample(dtype)).dtype is torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@every_norm
-def test_a_wide_input_is_left_as_it_is(norm: Norm, dtype: torch.dtype) -> None:
-    given = tuple(tensor.to(dtype).detach().requires_grad_() for tensor in sample(dtype))
-    expected = results(norm, given)  # type: ignore[arg-type]
-    with acting():
-        assert_same(results(norm, given), expected)  # type: ignore[arg-type]
-
-
 @either_type
 def test_norms_without_weights_and_with_low_ones(dtype: torch.dtype) -> None:
     x, weight, bias = (tensor.detach() for tensor in sample(dtype))
@@ -269,28 +260,6 @@ def test_a_training_equals_the_explicit_one_to_the_bit(level: str, cpu_half: str
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, cpu_half=cpu_half, verbosity=0)
     assert_same(trained(*started(level, cpu_half=cpu_half)), trained(model, optimizer))
-
-
-def types_of(model: Layers) -> list[torch.dtype]:
-    """The types that the norm gives and the model gives."""
-    found: list[torch.dtype] = []
-    handle = model.norm.register_forward_hook(lambda _, args, result: found.append(result.dtype))
-    result = model(torch.randn(ROWS, CHANNELS))
-    handle.remove()
-    return [*found, result.dtype]
-
-
-@either_level
-def test_each_training_follows_its_own_policy_until_restore(level: str) -> None:
-    low = LEVELS[level]
-    (with_option, _), (without, _) = started(level), started(level, low_precision_norms=False)
-    for _ in range(2):
-        assert types_of(with_option) == [low, low]
-        assert types_of(without) == [torch.float32, low]
-    amp.restore()
-    assert types_of(with_option) == [torch.float32] * 2
-    x = torch.randn(ROWS, CHANNELS).to(low)
-    assert F.layer_norm(x, (CHANNELS,)).dtype is low  # torch's own
 
 
 @needs_hooks

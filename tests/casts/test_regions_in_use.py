@@ -24,7 +24,7 @@ from casting import (
 from conftest import DEVICES
 from crossed import crossed
 from torch import Tensor, nn
-from training import SGD, backward, convnet, images, run_in_thread
+from training import SGD, backward, convnet, images
 
 from amp_patch import amp
 from amp_patch.casts import install
@@ -144,21 +144,6 @@ def test_fp16_is_emulated_where_torch_s_is_switched_off(level: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Threads, caches
-
-
-@pytest.mark.parametrize("default", ["O1"], indirect=True)
-def test_a_thread_that_has_torch_s_without_having_entered_it(default: torch.dtype) -> None:
-    """So it is on autograd's threads of a device: they get the state of backward's caller, and not its count."""
-
-    def work() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        before = product()
-        torch.set_autocast_enabled("cpu", True)
-        assert product() is BF16
-        inside = torch.exp(torch.ones(1, dtype=BF16)).dtype  # ours would raise it first
-        with amp.autocast("cpu", HALF):
-            return before, inside, product()
-
-    assert run_in_thread(work) == (default, BF16, HALF)
 
 
 @pytest.mark.parametrize("names", list(itertools.permutations(("ours", "torch's"), 2)))

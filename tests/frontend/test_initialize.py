@@ -136,15 +136,6 @@ def test_a_model_that_cannot_be_taken_is_refused_with_the_others_unchanged(case)
     assert picture(good, optimizer) == before and type(bad) is kind
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_double_model_is_accepted_without_casts(level):
-    model = nn.Linear(2, 2).double()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    backward(model(torch.ones(1, 2).double()).sum(), optimizer)
-    optimizer.step()
-    assert model.weight.dtype is torch.float64
-
-
 def test_arguments_other_than_models_and_optimizers_are_refused():
     model, optimizer = pair()
     for models, optimizers, words in (

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import threading
 import weakref
 
 import pytest
@@ -181,6 +182,32 @@ def test_load_state_dict_with_assign_is_refused_by_name():
     with pytest.raises(ValueError, match="assign=True"):
         model.load_state_dict(state, assign=True)
     assert training.same(training.weights(model), before) and optimizer is None
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_data_parallel_s_replicas_run_their_own_weights_on_their_threads(level, copied):
+    model = linear([[2.0]])
+    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    model = copy.deepcopy(model) if copied else model
+    replicas = [model._replicate_for_data_parallel() for _ in range(2)]
+    for index, replica in enumerate(replicas):
+        replica._parameters = {}
+        replica.weight = torch.full((1, 1), 10.0 * (index + 1), dtype=model.weight.dtype)
+        replica._former_parameters = {"weight": replica.weight}  # as torch's `replicate` has it
+        replica.bias = None
+    results = [None, None]
+
+    def run(index):
+        results[index] = replicas[index](torch.ones(1, 1))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [r.item() for r in results] == [10.0, 20.0]
+    assert {r.dtype for r in results} == {model(torch.ones(1, 1)).dtype}
 
 
 def accumulation_node(param):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 
 import pytest
 import torch
@@ -155,19 +154,6 @@ def test_large_outputs_at_any_address(backend, dtype):
         mt.multi_tensor_scale([src], [base[offset : offset + n]], 0.5)
         exact(base[offset : offset + n], (src * 0.5).to(dtype))
         assert not base[:offset].any() and not base[offset + n :].any()
-
-
-def test_threads_share_no_chunk():
-    before = torch.get_num_threads()
-    try:
-        # Two chunks of cpu.cpp on two threads end exactly where the threads do; a chunk done twice is halved twice.
-        for threads, chunks in itertools.product((2, 3, 4), range(1, 9)):
-            torch.set_num_threads(threads)
-            grads = [torch.ones(16384 * chunks)]
-            mt.multi_tensor_unscale(grads, 0.5, flag())
-            assert (grads[0] == 0.5).all()
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_no_reference_is_kept():

@@ -133,6 +133,19 @@ def test_already_patched_can_be_written(amp):
         assert model.weight.item() == 1.0 - moved
 
 
+def test_masters_written_by_the_script_are_published(amp):
+    """BMUF averages amp.master_params through .data, which no version counter tells."""
+    model, optimizer = make(amp, "O2")
+    for param in amp.master_params(optimizer):
+        param.data.copy_(param + 2.0)
+    if hasattr(optimizer, "_master_params_to_model_params"):
+        optimizer._master_params_to_model_params()
+    assert model.weight.item() == 3.0
+    backward_by(amp, model, optimizer, 0.5)
+    optimizer.step()
+    assert model.weight.item() == 2.875
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("overflow", [False, True])
 def test_a_scale_loss_of_the_scripts_own_on_the_private_methods(amp, level, overflow):
