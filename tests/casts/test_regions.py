@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -90,19 +90,6 @@ def test_regions_end_in_any_order_inside_torch_s() -> None:
                 opened[index].__exit__(None, None, None)
             assert product() is BF16 and torch.is_autocast_enabled("cpu")
         assert product() is FULL and not torch.is_autocast_enabled("cpu")
-
-
-def test_a_region_that_outlives_torch_s_does_not_turn_it_on_again() -> None:
-    def suspended() -> Iterator[None]:
-        with amp.autocast("cpu", HALF):
-            yield
-
-    steps = suspended()
-    with torch.autocast("cpu", BF16):
-        next(steps)
-    assert product() is HALF
-    steps.close()
-    assert product() is FULL and not torch.is_autocast_enabled("cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -90,20 +90,6 @@ def test_gradients_exist_after_a_forward_without(guard: Any, dtype: torch.dtype,
 
 
 @needs_install
-def test_casts_made_in_inference_mode_stay_there() -> None:
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    x = torch.ones(1, 2, requires_grad=True)
-    with torch.inference_mode():
-        born_there = nn.Linear(2, 2)
-    with regions.region(o1()):
-        with torch.inference_mode():
-            frozen(x)
-            assert born_there(x).dtype is HALF  # its weights count no versions
-        frozen(x).sum().backward()  # an inference tensor could not be saved for this
-    assert x.grad is not None
-
-
-@needs_install
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_casts_made_in_a_trace_are_not_kept() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)

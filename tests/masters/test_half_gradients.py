@@ -64,30 +64,6 @@ def test_a_step_and_a_clip_find_what_a_backward_through_a_master_has_added(make,
     assert torch.equal(train(looks=False), train(looks=True))
 
 
-def hold_it(model, kept):
-    model.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
-
-
-def hold_a_view(model, kept):
-    model.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad[0]))
-
-
-def hold_its_memory(model, kept):
-    model.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.detach()))
-
-
-@LEVELS
-@pytest.mark.parametrize("hold", [hold_it, hold_a_view, hold_its_memory])
-def test_a_gradient_that_the_caller_holds_is_not_reused(level, hold):
-    model, optimizer = start_row(level)
-    kept: list[torch.Tensor] = []
-    hold(model, kept)
-    backward_row(model, optimizer)
-    kept[0].zero_()
-    optimizer.step()
-    assert model.weight.tolist() == [[-0.5, 4.5]]
-
-
 @pytest.mark.parametrize("max_norm", [100.0, 1.0])
 @pytest.mark.parametrize("whose", ["model's", "masters"])
 @LEVELS

@@ -86,18 +86,6 @@ def test_edits_of_param_grad_reach_the_step(level, options, optimizer, edit, dev
 
 
 @LEVELS
-def test_it_is_one_tensor_with_the_gradient_of_the_master(level, options):
-    model, optimizer = start_level(level, options)
-    backward_row(model, optimizer)
-    assert model.weight.grad is master_of(optimizer).grad is next(amp.master_params(optimizer)).grad
-    assert model.weight.grad.dtype is torch.float32 and model.weight.grad.tolist() == RAW
-    master_of(optimizer).grad.add_(1)
-    assert model.weight.grad.tolist() == [[4.0, -4.0]]
-    master_of(optimizer).grad = None
-    assert model.weight.grad is None
-
-
-@LEVELS
 @pytest.mark.parametrize("clear", ["param", "model", "optimizer"])
 def test_cleared_ones_do_not_come_back(level, options, clear):
     model, optimizer = start_level(level, options)

@@ -118,19 +118,6 @@ def test_the_state_of_a_parameter_is_read_and_changed_as_in_torch(change, option
     assert torch.equal(found["state"][0]["momentum_buffer"].cpu(), state["state"][0]["momentum_buffer"])
 
 
-@every_level
-def test_iteration_yields_masters_alone(options):
-    model, optimizer = start(options)
-    train(model, optimizer, 1)
-    (master,) = amp.master_params(optimizer)
-    assert list(map(id, optimizer.state)) == [id(master)] == list(map(id, optimizer.state.keys()))
-    assert optimizer.state[model.weight] is optimizer.state[master]
-    assert isinstance(optimizer.state, collections.defaultdict) and len(optimizer.state) == 1
-    with pytest.raises(KeyError):
-        optimizer.state.pop(nn.Parameter(torch.ones(1)))
-    assert optimizer.state[nn.Parameter(torch.ones(1))] == {}
-
-
 def loaded(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
     optimizer.load_state_dict(optimizer.state_dict())
     return model, optimizer

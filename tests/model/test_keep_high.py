@@ -128,16 +128,6 @@ def test_a_kept_weight_that_an_attention_reads_without_its_module():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_compiled_models_keep_what_eager_ones_keep(level):
-    model = amp.initialize(mlp(), opt_level=level, verbosity=0)
-    expected = model(X)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(X), expected)
-    amp.restore()
-    assert not torch.equal(amp.initialize(model, opt_level=level, keep_high=(), verbosity=0)(X), expected)
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_copies_keep_high_and_restore_takes_everything_away(level):
     model = mlp()
     before = [type(module) for module in model.modules()], model(X)

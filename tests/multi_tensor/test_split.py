@@ -143,11 +143,3 @@ def test_memory_orders(backend):
         mt.multi_tensor_split([x], [weights[0].contiguous()], halves)
     with pytest.raises(ValueError, match=r"multi_tensor_join: tensor 0 of halves has strides .*, its parameter has"):
         mt.multi_tensor_join(weights, [halves[0].contiguous()], [x])
-
-
-@device
-@pytest.mark.parametrize("shapes", [[], [(0,)], [(3, 0), (0,)]])
-def test_nothing_to_do(backend, device, shapes):
-    weights, halves = split([torch.empty(shape, device=device) for shape in shapes])
-    masters = join(weights, halves)
-    assert [tuple(t.shape) for t in masters] == shapes

@@ -163,9 +163,3 @@ def test_elements_are_counted_in_memory_order():
     assert torch.equal(weight.permute(0, 2, 3, 1).flatten(), rounded(flat, draws=[2])[0])
     with pytest.raises(ValueError, match=r"multi_tensor_stochastic_round: tensor 0 of masters has strides"):
         mt.multi_tensor_stochastic_round([x.contiguous()], [weight], 0, [0])
-
-
-@device
-@pytest.mark.parametrize("shapes", [[], [(0,)], [(3, 0), (0,)]])
-def test_nothing_to_do(device, shapes):
-    assert [tuple(t.shape) for t in rounded(*(torch.empty(s, device=device) for s in shapes))] == shapes

@@ -167,16 +167,3 @@ def test_no_step_waits_for_the_device(make, backend, device):
         run_steps(optimizer, params)
         give_gradients(params, 3)
         assert count(device, optimizer.step) == 0
-
-
-def test_a_count_of_steps_that_a_capturable_adam_of_apex_has_saved_is_taken():
-    params, twins = parameters(), parameters()
-    optimizer, twin = FusedAdam(params, lr=0.01), FusedAdam(twins, lr=0.01)
-    run_steps(optimizer, params)
-    run_steps(twin, twins)
-    saved = copy.deepcopy(twin.state_dict())
-    saved["param_groups"][0]["step"] = torch.tensor([3], dtype=torch.int32)
-    optimizer.load_state_dict(saved)
-    run_steps(optimizer, params)
-    run_steps(twin, twins)
-    assert optimizer.param_groups[0]["step"] == 6 and all(map(torch.equal, params, twins))

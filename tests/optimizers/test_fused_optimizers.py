@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import reference_optimizers as reference
 import torch
@@ -18,7 +16,6 @@ from reference_optimizers import (
     parameters,
     relative,
     required,
-    run_steps,
 )
 from torch import nn
 
@@ -69,20 +66,6 @@ def test_low_precision_parameters_are_stepped_in_fp32_and_rounded_once(make, fla
     for p, twin in zip(params, twins, strict=True):
         assert torch.equal(p, twin.to(dtype)) and p.dtype is dtype
         assert all(v.dtype is torch.float32 for v in optimizer.state[p].values())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@every
-def test_types_mix_within_a_group(make, device):
-    mixed = [p for dtype in [*DTYPES, torch.float64] for p in parameters(dtype, device, [(3, 5), (7,)])]
-    apart = [copy.deepcopy(p) for p in mixed]
-    flags = required(make) | (
-        {"max_grad_norm": None} if issubclass(make, FusedLAMB) else {}
-    )  # else all are clipped together
-    run_steps(make(mixed, **flags), mixed)
-    generator_order = make([{"params": [p]} for p in apart], **flags)
-    run_steps(generator_order, apart)
-    assert all(torch.equal(a, b) for a, b in zip(mixed, apart, strict=True))
 
 
 @every

@@ -241,15 +241,6 @@ def test_a_tensor_that_was_read_before_the_first_backward_follows_each_step_and_
     assert len(coded(optimizer)) == len(held) and set(coded(optimizer).values()) == {2}
 
 
-def test_a_tensor_that_was_held_before_initialize_follows_too():
-    model, optimizer = trained_before(MAKERS["NAdam"])
-    held = optimizer.state[model[0].weight]["exp_avg"]
-    before = held.clone()
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", optimizer_state="8bit", verbosity=0)
-    go_on(model, optimizer, range(2, 3))
-    assert torch.equal(held, optimizer.state_dict()["state"][0]["exp_avg"]) and not torch.equal(held, before)
-
-
 @one_of_each_way
 @pytest.mark.parametrize("whole", [False, True], ids=["tensor", "dict"])
 def test_a_tensor_that_was_assigned_follows_each_step_and_its_edits_count(make, whole):

@@ -200,16 +200,6 @@ def test_codes_that_torch_has_cast_to_bf16_are_decoded_to_its_precision(state):
     go_on(model, its_optimizer, range(3, 4))
 
 
-def test_steps_after_the_load_leave_the_loaded_codes_as_they_were():
-    model, optimizer = trained(MAKERS["AdamW"])
-    states = amp.compress_state_dict(optimizer.state_dict())
-    before = copy.deepcopy(states["state"][0]["exp_avg_sq"])
-    optimizer.load_state_dict(states)
-    go_on(model, optimizer, range(3, 5))
-    after = states["state"][0]["exp_avg_sq"]
-    assert same([before["codes"], before["scales"]], [after["codes"], after["scales"]])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
 

@@ -182,14 +182,6 @@ def test_state_that_comes_with_the_optimizer_stays_fp32_too(make, dtype, level):
     amp.restore()
 
 
-def test_initialize_again_names_anew():
-    model, optimizer = start(MAKERS["AdamW"], fp32_state="2")
-    go_on(model, optimizer, range(2))
-    amp.initialize(model, optimizer, opt_level="O5+8bit", fp32_state="0", verbosity=0)
-    go_on(model, optimizer, range(2, 4))
-    assert coded_params(optimizer) == [2]
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_named_parameter_of_a_later_group_has_fp32_state(number):
     model = net()

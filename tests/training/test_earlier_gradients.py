@@ -112,21 +112,6 @@ def test_gradients_of_every_kind_are_added_to_an_earlier_overflow_unchecked(kind
     assert [found.item() for _, found in optimizer._amp_stash.found] == [0.0, 1.0]
 
 
-def test_scaled_once_more_an_earlier_gradient_may_be_more_than_its_type_holds():
-    """At a scale of 1024, an earlier unscaled gradient of 100 must not overflow FP16 while it waits."""
-    model = linear([[1.0, 1.0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=1024.0, verbosity=0)
-    ones = torch.ones(1, 2)
-    for _ in range(4):
-        backward(model(ones * torch.tensor([32.0, 0.5])).sum(), optimizer)
-    assert model.weight.grad.tolist() == [[128.0, 2.0]]
-    backward(model(ones).sum(), optimizer, delay_unscale=True)
-    assert model.weight.grad.tolist() == [[1024.0, 3072.0]]
-    optimizer.step()
-    assert not optimizer._amp_stash.step_skipped and model.weight.tolist() == [[-128.0, -2.0]]
-
-
 @crossed({"scale": [64.0, 3.0], "bad": [False, True], "kind": KINDS})
 def test_an_exception_in_the_body_brings_the_earlier_gradient_back_to_the_bit(kind, bad, scale):
     optimizer, param, loss = overflowed_earlier(kind, scale)

@@ -34,26 +34,6 @@ def test_a_scheduler_built_before_or_after_initialize_works_and_does_not_warn(le
     assert model.weight.item() == 0.75  # one step, at rate 0.5, of gradient 0.5
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_step_after_a_discarded_overflow_is_taken(level):
-    for discard in ("optimizer", "model", "none"):
-        model = linear([[1.0]])
-        model, optimizer = amp.initialize(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, verbosity=0
-        )
-        backward(model(torch.tensor([[math.inf]])).sum(), optimizer)
-        if discard == "optimizer":
-            optimizer.zero_grad()
-        elif discard == "model":
-            model.zero_grad()
-        else:
-            for p in amp.master_params(optimizer):
-                p.grad = None
-        backward(model(torch.tensor([[0.5]])).sum(), optimizer)
-        optimizer.step()
-        assert not optimizer._amp_stash.step_skipped and model.weight.item() == 0.5
-
-
 class Thorough(torch.optim.Optimizer):
     """An optimizer with a step count in an attribute and a sum in a tensor; it divides by the number of gradients."""
 

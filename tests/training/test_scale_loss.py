@@ -188,20 +188,6 @@ def test_zero_grad_that_a_script_has_put_into_torch_s_class_is_called(when, monk
     assert calls == [1]
 
 
-def test_loss_scale_is_the_one_that_scale_loss_uses_now():
-    model = nn.Linear(1, 1)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), num_losses=2)
-    before = amp.loss_scale(optimizer, 1)
-    with amp.scale_loss(torch.full((), torch.inf) * model.weight.sum(), optimizer, loss_id=1) as scaled_loss:
-        scaled_loss.backward()
-    assert before.item() == 2.0**16, "a copy: it stays what the gradients in hand were multiplied by"
-    assert amp.loss_scale(optimizer, loss_id=1).item() == 2.0**15
-    assert amp.loss_scale([optimizer]).item() == 2.0**16
-    loss = torch.ones(())
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss == loss * amp.loss_scale(optimizer)
-
-
 def test_loss_scale_is_one_without_scaling():
     for settings in ({"opt_level": "O0"}, {"opt_level": "O5"}, {"enabled": False}):
         model = nn.Linear(1, 1)

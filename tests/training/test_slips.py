@@ -213,15 +213,6 @@ def test_the_optimizer_of_a_copy_made_before_is_warned_of_once(level, device):
     backward(loss_of(model), optimizer)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_optimizer_of_another_model_is_warned_of(level):
-    models: Any = [linear([[2.0, 3.0]]), linear([[1.0]])]
-    optimizers: Any = [torch.optim.SGD(each.parameters(), lr=0.5) for each in models]
-    (model, _), (_, other) = amp.initialize(models, optimizers, opt_level=level, verbosity=0)
-    with pytest.warns(UserWarning, match=r"its gradients went to models\[0\]\.weight"):
-        backward(loss_of(model), other)
-
-
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_model_in_place_of_its_optimizer_is_named(level):
     model, optimizer = start(level, loss_scale=None)

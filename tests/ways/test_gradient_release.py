@@ -108,24 +108,6 @@ def test_a_step_behind_a_bare_backward_holds_no_scratch_of_emulated_products():
     assert 16 <= found < 16.1, "FP32 weights, gradients and state"
 
 
-def test_hooks_that_were_there_first_see_each_gradient_and_may_change_it():
-    def train(**options: Any) -> tuple[list[Tensor], int]:
-        model, seen = net(), []
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(0.5).norm()))
-        model, optimizer = start(MAKERS["SGD"], "O5", model, **options)
-        for step in range(2):
-            backward(loss_of(model, step), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        found = numbers(model, optimizer)
-        amp.restore()
-        return found, len(seen)
-
-    (released, seen), (ordinary, _) = train(), train(gradient_release=False)
-    assert same(released, ordinary) and seen == 12
-
-
 @one_of_each_way
 def test_a_gradient_with_another_layout_is_stepped_among_others_like_alone(make, monkeypatch):
     def train(together: int) -> list[Tensor]:

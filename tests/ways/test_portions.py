@@ -171,21 +171,6 @@ def test_a_sparse_gradient_is_stepped_with_the_others(how_many):
         assert not torch.equal(master, old) and torch.equal(param, master.bfloat16())
 
 
-def test_extra_values_in_groups_allow_portions(how_many):
-    """Add entries to the groups that no torch optimizer reads: a different name in each group, a list, a tensor."""
-    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(200)))
-    own: list[Any] = ["name", ["a", "list"], torch.ones(2), None, 0.0]
-    groups = [
-        {"params": [layer.weight], "name": f"layer {index}", "own": own[index % 5], f"only {index}": index}
-        for index, layer in enumerate(model)
-    ]
-    _, optimizer = amp.initialize(model, torch.optim.NAdam(groups), opt_level="O5", verbosity=0)
-    backward(model(torch.ones(1, 2)).float().sum(), optimizer)
-    optimizer.step()
-    assert how_many == [200]
-    assert [group["name"] for group in optimizer.param_groups] == [f"layer {index}" for index in range(200)]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What others see of it
 
