@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from casting import torchs_cross_entropy as torchs
 from conftest import DEVICES
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -20,7 +21,6 @@ from amp_patch import amp
 from amp_patch.casts import install, lean_loss
 
 LOW = [torch.float16, torch.bfloat16]
-torchs = functional.cross_entropy  # torch's own function, which no training replaces here
 
 
 @pytest.fixture(autouse=True)

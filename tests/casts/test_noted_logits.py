@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from casting import torchs_cross_entropy as torchs
 from conftest import DEVICES
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,7 +20,6 @@ from training import SGD
 from amp_patch import amp, multi_tensor
 from amp_patch.casts import lean_loss, sources
 
-torchs = functional.cross_entropy  # torch's own function, which no training replaces here
 ROWS, CLASSES = 12, 40
 
 
