@@ -164,8 +164,8 @@ MUTATIONS = (
     ),
     Mutation(
         "embeddings on a CPU: gradients are summed in FP32",
-        "op(grad.float(), places.to(indices.dtype), len(occurring), -1, *rest)",
-        "op(grad, places.to(indices.dtype), len(occurring), -1, *rest)",
+        "sums = op(grad.float(), places.to(indices.dtype), len(occurring), -1, *rest)",
+        "sums = op(grad, places.to(indices.dtype), len(occurring), -1, *rest)",
         ("test_low_sums.py",),
     ),
     Mutation(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from small_trainings import EVERY, master_grads, setup, sgd, x
+from small_trainings import EVERY, master_grads, sgd, x
 from torch import nn
 from training import backward, linear, skipped
 
@@ -64,15 +64,3 @@ def test_nested_bodies_unscale_once(level):
         second.backward()
     for optimizer in (optd, optg):
         assert list(amp.master_params(optimizer))[1].grad.item() == 2.0
-
-
-@pytest.mark.parametrize("level", EVERY)
-@pytest.mark.parametrize("how", ["restore", "initialize"])
-def test_delayed_gradients_are_unscaled_when_the_training_ends_early(level, how):
-    model, optimizer = setup(level, loss_scale=64.0)
-    backward(model(x(0.5, 1.0)).sum(), optimizer, delay_unscale=True)
-    if how == "restore":
-        amp.restore()
-    else:
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=32.0)
-    assert master_grads(optimizer) == [[[0.5, 1.0]]]

@@ -99,18 +99,6 @@ def test_backward_runs_under_the_casts_of_its_forward(device, kind, dtype, seen)
     assert torch.equal(a.grad, torch.full_like(a, 2)) and torch.equal(b.grad, torch.full_like(b, 1))
 
 
-def test_double_and_integer_arguments_are_left_alone():
-    class Mixed(torch.autograd.Function):
-        @staticmethod
-        @amp.custom_fwd(cast_inputs=torch.float16)
-        def forward(ctx, tensors, flag):
-            assert [t.dtype for t in tensors] == [torch.float16, torch.float64, torch.int64] and flag == "kept"
-            return tensors[0] * 2
-
-    with amp.autocast("cpu", torch.float16):
-        assert Mixed.apply([torch.ones(1), torch.ones(1).double(), torch.ones(1).long()], "kept").dtype is torch.float16
-
-
 def test_with_setup_context(seen):
     a, _ = leaves()
     with amp.autocast("cpu", torch.bfloat16):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -39,11 +38,6 @@ def convolution(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv1d(x.unsqueeze(0), weight.unsqueeze(-1).expand(4, 4, 4)[:, :, :1]).squeeze(0)
 
 
-def mixed(x: Tensor, weight: Tensor) -> Tensor:
-    y = torch.mm(x, weight) + x
-    return (y.float() + 1).mm(weight) * y
-
-
 class Part(nn.Module):
     """Its weights are attributes."""
 
@@ -77,11 +71,6 @@ class PartlyCompiled(nn.Module):
         return self.part(x) if isinstance(self.part, nn.Module) else self.part(x, self.weight)
 
 
-def fresh(function: Any) -> Any:
-    """Another function of the same code: torch.jit compiles each once, for both types."""
-    return types.FunctionType(function.__code__, function.__globals__, function.__name__)
-
-
 def traced(part: Any) -> Any:
     example = torch.ones(4, 4)
     if isinstance(part, nn.Module):
@@ -111,14 +100,6 @@ def test_compiled_code_casts_as_under_torch_autocast(wrappers, part, compiled, l
     net = PartlyCompiled(compiled(copy.deepcopy(eager.part)), dtype).to(device)
     check(net, eager, level, dtype, device)
     assert net(torch.ones(4, 4, device=device)).dtype is dtype
-
-
-@pytest.mark.parametrize("level, dtype", CASTING)
-@pytest.mark.parametrize("compiled", [torch.jit.script, traced])
-def test_sums_are_torch_jits_own(wrappers, compiled, level, dtype):
-    """Its autocast takes both terms to FP32 where they differ."""
-    net, native = PartlyCompiled(compiled(fresh(mixed)), dtype), PartlyCompiled(compiled(fresh(mixed)), dtype)
-    check(net, native, level, dtype, "cpu")
 
 
 def check(net: PartlyCompiled, reference: PartlyCompiled, level: str, dtype: torch.dtype, device: str) -> None:

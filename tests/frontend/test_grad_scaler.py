@@ -32,18 +32,6 @@ def test_a_run_with_overflows_is_torch_s_to_the_bit(device, fused, unscale):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_gradients_are_unscaled_in_their_type(device, dtype):
-    model, optimizer = model_and_optimizer(device, dtype)
-    scaler = amp.GradScaler(device, init_scale=8.0)
-    scaler.scale(model(torch.ones(1, 3, device=device, dtype=dtype)).float().sum()).backward()
-    assert model.weight.grad.eq(8).all()
-    scaler.unscale_(optimizer)
-    assert model.weight.grad.dtype is dtype and model.weight.grad.eq(1).all()
-    assert scaler.step(optimizer) is True
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_of_initialize_at_O2_gets_its_masters_gradients(device, fused):
     model, optimizer = model_and_optimizer(device, fused=fused)

@@ -78,26 +78,6 @@ def test_a_state_is_loaded_before_and_after_the_first_scale(scaled_before):
     assert states[0] == states[1] and states[0][1] == 3.0
 
 
-def test_an_optimizer_may_take_the_scaler_itself():
-    class Takes(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure=None, *, grad_scaler=None):
-            self.scaler = grad_scaler
-            grad_scaler.unscale_(self)
-            return super().step()
-
-    for scaler in scalers(init_scale=4.0):
-        model = nn.Linear(3, 1, bias=False)
-        optimizer = Takes(model.parameters(), lr=1.0)
-        before = model.weight.detach().clone()
-        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-        with pytest.warns(FutureWarning, match="passing itself"):
-            scaler.step(optimizer)
-        assert optimizer.scaler is scaler and torch.equal(model.weight, before - 1.0)
-        scaler.update()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_scale_that_the_script_gave_the_optimizer_is_multiplied_in(device, unscale):

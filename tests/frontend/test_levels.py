@@ -111,20 +111,3 @@ def test_the_scales_of_optimizers_that_have_none_in_common_are_refused_by_name()
             f"{name}: this SGD never went through initialize(); call `model, optimizer = amp.initialize(model, "
             "optimizer, opt_level=...)` first"
         )
-
-
-@pytest.mark.parametrize("target", ["O0", "O1", "O4"])
-def test_an_o2_checkpoint_continues_elsewhere_from_the_masters_exact_values(target):
-    model = convnet()
-    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level="O2")
-    train(model, optimizer, 10)
-    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-    assert any(not torch.equal(m, m.half().float()) for m in masters)  # precision that the model does not hold
-    saved = save(model, optimizer)
-
-    model = convnet(seed=1)
-    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=target)
-    load(saved, model, optimizer)
-    assert same([p.detach() for p in model.parameters()], masters)
-    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype is torch.float32
-    train(model, optimizer, 2)

@@ -13,7 +13,7 @@ import torch
 import training
 from small_trainings import LEVELS_WITH_MASTERS, SCALED
 from torch import nn
-from training import LEVELS, SGD, backward, convnet, linear, skipped
+from training import LEVELS, backward, linear, skipped
 
 from amp_patch import amp
 
@@ -28,23 +28,6 @@ def step(model, optimizer, number=0):
 
 
 # --- state, scope and order of calls ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_zero_grad_step_state_dict_and_add_param_group_are_legal_before_any_backward(level):  # 341, 332, UNITER
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    before = training.weights(model)
-    optimizer.zero_grad()
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
-    amp.load_state_dict(amp.state_dict())
-    list(amp.master_params(optimizer))
-    optimizer.step()
-    assert training.same(training.weights(model), before)
-    step(model, optimizer)
-    assert not training.same(training.weights(model), before)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -85,18 +85,6 @@ def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level, optimize
     assert output(model) == 1.5
 
 
-def test_a_method_that_was_named_sees_them():
-    class Coder(nn.Linear):
-        def encode(self, x):
-            return self(x)
-
-    model = Coder(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", methods=("encode",))
-    next(amp.master_params(optimizer)).data.fill_(2.0)
-    assert model.encode(torch.ones(1, 1)).item() == 2.0
-
-
 def test_without_edits_nothing_is_written():
     model, optimizer = start_scalar()
     output(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from crossed import crossed
-from small_trainings import LEVELS_WITH_MASTERS, output, start_scalar
+from small_trainings import LEVELS_WITH_MASTERS, output
 from training import LEVELS, backward, linear
 
 from amp_patch import amp
@@ -106,31 +106,3 @@ def test_gradients_that_a_wrapper_saw_are_gone_for_the_next_step(level, scaled_b
     master.grad = torch.ones(1, 1)  # a gradient of the script's own
     lookahead.optimizer.step()
     assert output(model) == 2.0
-
-
-class Free(torch.optim.SGD):
-    """The common part of schedule-free optimizers: they use other weights for evaluation than for training."""
-
-    @torch.no_grad()
-    def eval(self):
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["z"] = p.clone()
-            p.lerp_(torch.zeros_like(p), 0.5)
-
-    @torch.no_grad()
-    def train(self):
-        for p in self.param_groups[0]["params"]:
-            p.copy_(self.state[p]["z"])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_schedule_free_optimizers_evaluate_their_averages(level):
-    model, optimizer = start_scalar(level, weight=4.0, optimizer=Free)
-    for expected in (3.5, 3.0):
-        backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.eval()
-        assert output(model) == expected / 2
-        optimizer.train()
-        assert output(model) == expected

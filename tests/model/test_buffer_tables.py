@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 
 import pytest
@@ -182,33 +181,6 @@ def test_norms_that_are_cast_run_with_their_statistics_in_fp32(level, norm, devi
     torch.testing.assert_close(model[1].running_var, exact[1].running_var, rtol=2 * eps, atol=0)
     assert all(p.grad.isfinite().all() for p in model.parameters())
     torch.testing.assert_close(model.eval()(x), exact.eval()(x), rtol=0, atol=8 * eps)
-
-
-def test_a_tied_head_is_multiplied_in_low_precision():
-    class Tied(Rotary):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(9, 8)
-
-        def forward(self, ids):
-            return torch.nn.functional.linear(super().forward(self.embed(ids)), self.embed.weight)
-
-    model, optimizer = made(Tied(), "O2", keep_fp32="buffers")
-    assert step(model, optimizer).dtype is torch.float32 and model.embed.weight.dtype is torch.float16
-
-
-def test_state_dicts_and_copies_have_them_in_fp32():
-    model, optimizer = made(Net(), "O5", keep_fp32="buffers")
-    step(model, optimizer)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert torch.equal(state["rotary.frequencies"], FREQUENCIES)
-    model.load_state_dict(state)
-    twin = copy.deepcopy(model)
-    torch.testing.assert_close(twin(ids()), model(ids()))
-    assert torch.equal(twin.rotary.frequencies, FREQUENCIES)
 
 
 def test_a_bf16_model_gets_fp32_buffers_and_its_types_back():

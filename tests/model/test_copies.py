@@ -7,11 +7,10 @@ import copy
 import pytest
 import torch
 import training
-from crossed import crossed
 from interrupts import Interrupt
 from small_trainings import CAST, MASTERED, start_kind, values
 from torch import nn
-from training import DUPLICATES, LEVELS, SGD, convnet, images, linear, masters_of
+from training import DUPLICATES, convnet, images, linear, masters_of
 
 from amp_patch import amp
 
@@ -114,22 +113,6 @@ def test_an_interrupt_at_any_call_leaves_the_copy_whole(event):
 
 
 # --- copies that go on ------------------------------------------------------------------------------------------------
-
-
-@crossed({"kind": list(CAST), "second": LEVELS}, meet=1)
-def test_a_copy_enters_a_separate_training(kind, second):
-    model, optimizer = trained(kind)
-    expected = masters_of(optimizer)
-    student = copy.deepcopy(model)
-    student, others = amp.initialize(student, SGD(student.parameters()), opt_level=second)
-    if second != "O3":
-        assert training.same([p.detach().float() for p in amp.master_params(others)], [p.float() for p in expected])
-    reference = convnet()
-    reference.load_state_dict({name: value.clone() for name, value in student.state_dict().items()})
-    reference, references = amp.initialize(reference, SGD(reference.parameters()), opt_level=second)
-    assert training.train(student, others, 3) == training.train(reference, references, 3)
-    assert training.same(training.weights(student), training.weights(reference))
-    assert {b.dtype for b in student.buffers()} == {b.dtype for b in reference.buffers()}
 
 
 @pytest.mark.parametrize("kind", CAST)

@@ -164,20 +164,6 @@ def test_a_write_into_the_result_is_returned(edit, mode):
             assert torch.equal(logits, rounded)
 
 
-def test_other_functions_get_the_rounded_numbers_as_a_plain_tensor():
-    seen = []
-
-    def how(head, x):
-        y = head(x)
-        seen.extend([y + 0, torch.cat([y, y]), torch.stack(tensors=[y]), y.clone()])
-        return y * 2
-
-    model, _ = headed(how)
-    logits = model(batch())
-    assert all(type(each) is Tensor and each.dtype is torch.bfloat16 for each in seen)
-    assert torch.equal(logits, (model.logits().bfloat16() * 2).float())
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_hooks_and_gradients_of_the_result_are_those_of_the_fp32_tensor(level):
     seen, results = [], []

@@ -11,7 +11,6 @@ from training import SGD
 
 from amp_patch import amp
 from amp_patch.apex.amp import frontend as apex
-from amp_patch.masters.masters import master_of
 
 TYPES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16, "O7": torch.bfloat16}
 BEYOND = {torch.float16: 4e5, torch.bfloat16: torch.finfo(torch.float32).max}
@@ -74,17 +73,6 @@ def test_a_mask_may_become_infinite_and_numbers_that_are_not_finite_stay(level):
     model[0].weight.data[0] = float("inf")
     amp.initialize(model, SGD(model.parameters()), opt_level=level)
     assert model.mask.isneginf().tolist() == [False, True]
-
-
-def test_another_level_names_what_a_training_has_let_grow():
-    model = Net()
-    optimizer = SGD(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O5")
-    master_of(model.first.weight).data.fill_(4e5)
-    model(torch.ones(2, 2))  # copies the masters back
-    with pytest.raises(ValueError, match=r"'first.weight' of Net is .* and holds 399360"):
-        amp.initialize(model, optimizer, opt_level="O2")
-    assert model.first.weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

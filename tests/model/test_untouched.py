@@ -92,15 +92,6 @@ def test_casts_of_another_training_do_not_act_in_a_model_or_its_step(before):
     assert type(model) is training.ConvNet and type(optimizer) is torch.optim.Adam
 
 
-def test_the_class_comes_back_when_the_casts_go():
-    model, _ = start_o0()
-    amp.initialize(nn.Linear(2, 2), opt_level="O1")
-    model(torch.ones(1, 2))
-    assert isinstance(model, Model) and "_amp" in vars(model)
-    amp.restore()
-    assert type(model) is Model and "_amp" not in vars(model)
-
-
 class CastingOptimizer(torch.optim.Optimizer):
     """Its own arithmetic would be cast by O1's default."""
 

@@ -264,22 +264,6 @@ def test_a_tensor_that_was_assigned_follows_each_step_and_its_edits_count(make, 
     optimizer.step()
 
 
-def test_the_state_of_another_optimizer_is_taken_over():
-    model, optimizer = start(MAKERS["AdamW"])
-    go_on(model, optimizer, range(2))
-    straight, its_optimizer = copy.deepcopy((model, optimizer))
-    twin, later = start(MAKERS["AdamW"])
-    twin.load_state_dict(model.state_dict())
-    for old, new in zip(amp.master_params(optimizer), amp.master_params(later), strict=True):
-        later.state[new] = optimizer.state[old]
-    go_on(twin, later, range(2, 3))
-    looked_at = next(iter(later.state.values()))["exp_avg"]
-    go_on(twin, later, range(3, 4))
-    go_on(straight, its_optimizer, range(2, 4))
-    assert torch.equal(looked_at, later.state_dict()["state"][0]["exp_avg"]), "it follows its own optimizer"
-    assert same(state_of(later), state_of(its_optimizer)) and same(masters_of(later), masters_of(its_optimizer))
-
-
 @one_of_each_way
 def test_a_checkpoint_that_the_script_holds_is_left_as_it_was(make):
     model, optimizer = start(make)

@@ -30,20 +30,6 @@ one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("Ad
 # Checkpoints, copies, and the way back
 
 
-def test_two_optimizers_of_one_training_and_one_parameter_in_both():
-    model = net()
-    both = [MAKERS["SGD"](model.parameters()), MAKERS["NAdam"](model[0].parameters())]
-    model, (first, second) = amp.initialize(model, both, opt_level="O5", optimizer_state="8bit", verbosity=0)
-    for step in range(3):
-        with amp.scale_loss(loss_of(model, step), both) as loss:
-            loss.backward()
-        for optimizer in both:
-            optimizer.step()
-        for optimizer in both:
-            optimizer.zero_grad()
-    assert coded(first) == {"momentum_buffer": 2} and coded(second) == {"exp_avg": 1, "exp_avg_sq": 1}
-
-
 @pytest.mark.extension
 @pytest.mark.parametrize("device", [d for d in DEVICES if d in getattr(multi_tensor.extension(), "devices", ())])
 @pytest.mark.parametrize("make", [MAKERS[name] for name in IN_ONE_PASS], ids=IN_ONE_PASS)

@@ -43,26 +43,6 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [param.detach().float().clone() for param in model.parameters()]
 
 
-def norm_of(model: nn.Module) -> float:
-    """Of the gradients that FP32 has: taken at O0."""
-    plain, optimizer = start_integers("O0")
-    backward_ones(plain, optimizer)
-    return float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in plain.parameters()])))
-
-
-@crossed({"when": ["before the step", "after the step"]}, every_level, meet=1)
-def test_statistics_of_the_gradients_equal_fp32(level, when):
-    model, optimizer = start_integers(level)
-    backward_ones(model, optimizer)
-    if when == "after the step":
-        optimizer.step()
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    assert len(grads) == 4
-    assert float(torch.nn.utils.get_total_norm([grad.float() for grad in grads])) == pytest.approx(norm_of(model))
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
-
-
 @crossed({"foreach": [None, False, True]}, every_level, meet=1)
 def test_torchs_clipping_in_two_calls(level, foreach):
     model, optimizer = start_integers(level)

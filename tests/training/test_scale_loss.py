@@ -137,18 +137,6 @@ def test_a_body_unscales_by_the_scale_that_it_multiplied_by(level):
     assert first.weight.item() == 1 - 0.25
 
 
-@pytest.mark.parametrize("level", SCALED)
-def test_two_optimizers_that_waited_for_one_loss_move_its_scale_once(level):
-    first, second = linear([[1.0]]), linear([[1.0]])
-    models, optimizers = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1999}})
-    backward((models[0](x(0.5)) + models[1](x(0.5))).sum(), optimizers, delay_unscale=True)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        optimizer.step()
-        assert model.weight.item() == 0.5
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 0}
-
-
 @pytest.mark.parametrize("level", EVERY)
 def test_a_body_inside_a_body_of_the_same_optimizer_is_refused(level):
     model, optimizer = setup(level, num_losses=2)

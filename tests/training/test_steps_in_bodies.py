@@ -97,23 +97,6 @@ def test_a_sibling_may_not_step_in_the_body_where_it_may_be_filled(level, delaye
 
 
 @pytest.mark.parametrize("level", EVERY)
-def test_unrelated_optimizers_may_step_in_the_body(level):
-    model, optimizer = setup(level)
-    other, other_optimizer = setup("O0")
-    plain = linear([[1.0]])
-    plain_optimizer = sgd(plain)
-    backward(other(x(0.5, 0.5)).sum(), other_optimizer)
-    plain(x(0.5)).sum().backward()
-    with amp.scale_loss(model(x(0.25, 0.5)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        other_optimizer.step()
-        plain_optimizer.step()
-    optimizer.step()
-    assert model.weight.tolist() == [[0.75, 1.5]] and other.weight.tolist() == [[0.5, 1.5]]
-    assert plain.weight.item() == 0.5
-
-
-@pytest.mark.parametrize("level", EVERY)
 def test_an_optimizer_that_torch_applies_in_backward_is_refused_where_gradients_are_not_ready(level):
     optim = pytest.importorskip("torch.distributed.optim", reason="this torch was built without distributed")
     model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
