@@ -12,7 +12,7 @@ import training
 from conftest import DEVICES, DTYPES
 from crossed import crossed
 from torch import nn
-from training import backward, convnet, images, linear, skipped
+from training import backward, convnet, images, skipped
 
 from amp_patch import amp
 from amp_patch.apex.parallel.LARC import LARC
@@ -133,23 +133,3 @@ def test_larc_under_amp_is_larc_on_unscaled_gradients_and_skips_whole_steps(orde
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name].to(value.dtype), value, rtol=0.05, atol=0.03)
     larc_training(order, level, bad=(0, 3))
-
-
-@pytest.mark.parametrize("order", ["LARC first", "initialize first"])
-def test_at_o2_larc_acts_on_the_masters(order):
-    model = linear([[3.0, 4.0]])
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    if order == "LARC first":
-        model, optimizer = amp.initialize(model, LARC(sgd, 0.5, clip=False), opt_level="O2", loss_scale=1024.0)
-    else:
-        model, sgd = amp.initialize(model, sgd, opt_level="O2", loss_scale=1024.0)
-        optimizer = LARC(sgd, 0.5, clip=False)
-    for delay in (True, False):  # 0.3, 0.4 in all; its norm is half
-        loss = model(torch.tensor([[0.1875, 0.25]])).sum()
-        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
-            scaled_loss.backward()
-    (master,) = amp.master_params(optimizer)
-    wanted = larc_by_hand(master.detach(), torch.tensor([[0.375, 0.5]]), 1.0, 0.0, 0.5, False)
-    optimizer.step()
-    torch.testing.assert_close(master.detach().double(), wanted, rtol=1e-6, atol=1e-6)
-    assert torch.equal(model.weight, master.half())

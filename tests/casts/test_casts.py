@@ -55,15 +55,6 @@ def test_arguments_in_sequences_and_keywords(dtype: torch.dtype) -> None:
 
 
 @needs_install
-def test_keywords_that_are_none_ask_for_nothing() -> None:
-    full, low = torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)
-    with regions.region(o1()):
-        assert torch.mm(full, full, out=None).dtype is HALF
-        assert torch.sum(low, dtype=None).dtype is F.softmax(low, dim=0, dtype=None).dtype is FULL
-        assert F.group_norm(low, 1, weight=None).dtype is FULL
-
-
-@needs_install
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_sequences_keep_their_kind(kind: type) -> None:
     seen: list[Any] = []

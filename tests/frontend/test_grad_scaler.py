@@ -67,17 +67,6 @@ def test_an_optimizer_that_skips_on_the_device_reports_there(device):
         assert torch.equal(before, model.weight) is overflow
 
 
-def test_an_optimizer_without_gradients_is_no_error():
-    model, optimizer = model_and_optimizer()
-    scaler = amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    before = model.weight.detach().clone()
-    assert scaler.step(optimizer) is True
-    scaler.update()
-    assert scaler.get_scale() == 4.0 and torch.equal(model.weight, before)
-    assert iterate(scaler, model, optimizer) is True  # and a new iteration has begun
-
-
 def test_bounds_hold_the_scale():
     model, optimizer = model_and_optimizer()
     scaler = amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1, min_scale=64.0, max_scale=256.0)

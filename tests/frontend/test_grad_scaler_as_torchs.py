@@ -78,25 +78,6 @@ def test_a_state_is_loaded_before_and_after_the_first_scale(scaled_before):
     assert states[0] == states[1] and states[0][1] == 3.0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_scale_that_the_script_gave_the_optimizer_is_multiplied_in(device, unscale):
-    weights = []
-    for scaler in scalers(device, init_scale=4.0):
-        model, optimizer = model_and_optimizer(device, fused=True)
-        for _ in range(2):
-            scaler.scale(model(torch.ones(1, 3, device=device)).sum() * 8).backward()
-            if unscale:
-                scaler.unscale_(optimizer)
-            optimizer.grad_scale = torch.tensor([8.0], device=device)
-            scaler.step(optimizer)
-            scaler.update()
-            assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
-            optimizer.zero_grad()
-        weights.append(model.weight.detach())
-    assert torch.equal(*weights)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, once a process
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_all_layouts_and_types_at_once(device):

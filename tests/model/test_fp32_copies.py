@@ -130,12 +130,3 @@ def test_a_pickled_fp32_copy_needs_no_amp_patch(tmp_path):
     )
     done = python("-c", code, tmp_path / "copy")
     assert done.returncode == 0, done.stderr
-
-
-def test_parametrizations_of_an_fp32_copy_can_be_removed():
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), nn.Linear(2, 2))
-    model = amp.initialize(model, opt_level="O1").eval()
-    plain = amp.fp32_copy(model)
-    expected = plain(torch.ones(1, 2))
-    nn.utils.parametrize.remove_parametrizations(plain[0], "weight")
-    assert type(plain[0]) is nn.Linear and torch.equal(plain(torch.ones(1, 2)), expected)

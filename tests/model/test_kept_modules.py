@@ -125,13 +125,6 @@ def test_a_model_that_is_kept_as_a_whole_is_restored_too(level):
     assert type(model) is nn.Linear and "_amp" not in vars(model)
 
 
-def test_a_module_is_no_longer_kept_when_a_later_call_does_not_name_it():
-    model = amp.initialize(convnet(), opt_level="O1", keep_fp32="head")
-    assert model(training.images(0)[0]).dtype is torch.float32
-    model = amp.initialize(model, opt_level="O1")
-    assert model(training.images(0)[0]).dtype is torch.float16 and type(model.head) is nn.Linear
-
-
 class Holding(nn.Module):
     """Reads parameters that containers without a forward hold, in products and sums."""
 

@@ -142,21 +142,6 @@ def test_norms_that_are_not_one_for_each_parameter_are_refused(norms):
     assert all(map(torch.equal, params, before)) and optimizer.param_groups[0]["step"] == 7
 
 
-def test_a_checkpoint_of_torch_s_adamw_is_continued():
-    params, twins = parameters(), parameters()
-    theirs = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
-    run_steps(theirs, params)
-    ours = FusedAdam(twins, lr=1e-2, weight_decay=0.1)
-    with torch.no_grad():
-        for p, q in zip(params, twins, strict=True):
-            q.copy_(p)
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch takes a state's tensors as they are
-    assert ours.param_groups[0]["step"] == 3 and ours.param_groups[0]["bias_correction"] is True
-    run_steps(theirs, params, range(10, 13))
-    run_steps(ours, twins, range(10, 13))
-    assert max(map(relative, twins, params)) <= 1e-6
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
 @every

@@ -264,19 +264,6 @@ def test_a_tensor_that_was_assigned_follows_each_step_and_its_edits_count(make, 
     optimizer.step()
 
 
-@one_of_each_way
-def test_a_checkpoint_that_the_script_holds_is_left_as_it_was(make):
-    model, optimizer = start(make)
-    go_on(model, optimizer, range(2))
-    checkpoint = optimizer.state_dict()
-    large = [t for state in checkpoint["state"].values() for t in state.values() if t.numel() >= 4096]
-    before = copy.deepcopy(large)
-    optimizer.load_state_dict(checkpoint)
-    assert same(state_of(optimizer), [t for _, state in sorted(checkpoint["state"].items()) for t in state.values()])
-    go_on(model, optimizer, range(2, 4))
-    assert same(large, before)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
