@@ -232,7 +232,7 @@ MUTATIONS = (
         "state in eight bits: a state dict has FP32",
         'tree.map_tensors(in_fp32, found["state"])',
         'found["state"]',
-        ("test_coded_trainings.py",),
+        ("test_compressed_states.py", "test_coded_state.py"),
     ),
     Mutation(
         "clipping: gradients within the norm stay as they are",

@@ -13,7 +13,7 @@ import torch
 from conftest import DEVICES
 from small_trainings import LEVELS_WITH_MASTERS, output, start_scalar
 from torch import nn
-from training import LEVELS, backward
+from training import LEVELS, backward, linear
 
 from amp_patch import amp
 from amp_patch.masters.master import Master
@@ -83,6 +83,19 @@ def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level, optimize
         edit(next(amp.master_params(optimizer)))
     optimizer.step()
     assert output(model) == 1.5
+
+
+@pytest.mark.parametrize("level", LEVELS_WITH_MASTERS)
+def test_edits_of_weights_and_edits_of_other_masters_both_count(level):
+    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)
+    model[0].weight.data.fill_(0.5)  # a clamp, as of a WGAN
+    _, second = amp.master_params(optimizer)
+    second.data.fill_(4.0)
+    with torch.no_grad():
+        assert model(torch.ones(1, 1)).item() == 2.0
+    optimizer.step()
+    assert [p.item() for p in amp.master_params(optimizer)] == [0.5, 4.0]
 
 
 def test_without_edits_nothing_is_written():

@@ -123,6 +123,19 @@ def test_settings_and_closures_that_come_later(how_many, caplog):
     assert len(how_many) == 2 and "fused=True" in caplog.text and "closure" in caplog.text
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_edit_of_a_weight_that_is_not_stepped_is_adopted(frozen, how_many):
+    model, optimizer = training(torch.optim.NAdam)
+    model.first.weight.requires_grad_(not frozen)
+    backward_batch(model, optimizer, 0)
+    if not frozen:
+        next(iter(amp.master_params(optimizer))).grad = None
+    model.first.weight.data.fill_(0.5)
+    optimizer.step()
+    assert how_many == [3]
+    assert (next(iter(amp.master_params(optimizer))) == 0.5).all() and (model.first.weight == 0.5).all()
+
+
 class Around:
     """A wrapper that may read gradients after the step, as Lookahead does."""
 
