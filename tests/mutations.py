@@ -326,8 +326,8 @@ MUTATIONS = (
     ),
     Mutation(
         "unedited scripts: the script's own GradScaler does nothing",
-        "                if not self.kept:\n                    _disable(scaler)",
-        "                pass",
+        "                if not self.kept:\n                    scaler._enabled = False",
+        "                if not self.kept:",
         ("test_unedited.py",),
     ),
     Mutation(
