@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from loss_mutations import OF_THE_LOSS
+
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "out", "build", "__pycache__", ".*_cache", "*.egg-info")
 SECONDS = 600.0  # until the tests of a mutation are ended
@@ -90,72 +92,7 @@ MUTATIONS = (
         "args, kwargs = args, kwargs",
         ("test_kept_results.py",),
     ),
-    Mutation(
-        "cross_entropy: it sums the losses of the rows in torch's order",
-        "loss = added(loss, 1 if is_mean and weight is None else 2)",
-        "loss = loss.sum() / ((~is_ignored).sum() if is_mean and weight is None else 1)",
-        ("test_lean_loss.py",),
-    ),
-    Mutation(
-        "cross_entropy: ignored rows have no gradient",
-        "grad.masked_fill(is_ignored, 0.0).unsqueeze(1)",
-        "grad.unsqueeze(1)",
-        ("test_lean_loss.py",),
-    ),
-    Mutation(
-        "cross_entropy: label smoothing has a gradient at the target too",
-        "grad = grad + spread.gather(1, place)",
-        "grad = grad + 0",
-        ("test_lean_loss.py",),
-    ),
-    Mutation(
-        "cross_entropy: a mean is divided by the weights of the targets",
-        "loss = loss / added(weight[target.masked_fill(is_ignored, 0)], 2)",
-        "loss = loss / (~is_ignored).sum()",
-        ("test_lean_loss.py",),
-    ),
-    Mutation(
-        "cross_entropy: class probabilities are weighted",
-        "return (terms if weight is None else terms * _by_class(weight, logarithms),)",
-        "return (terms,)",
-        ("test_lean_loss.py",),
-    ),
-    Mutation(
-        "cross_entropy: logits of [N, C, R] are cut along R",
-        "yield some, slice(None), slice(start, width if start == starts[-1] else start + columns)",
-        "yield some, slice(None), slice(start, start + columns)",
-        ("test_lean_loss.py",),
-    ),
-    Mutation(
-        "cross_entropy: a cast model's own loss is FP32",
-        'Rule("loss", _loss, shown="fp32", alone=_loss_alone)',
-        'Rule("loss", _loss, shown="fp32", alone=inexact_alone)',
-        ("test_lean_loss.py",),
-    ),
-    Mutation(
-        "upcast logits: a hook of the FP32 tensor gets its gradient",
-        "return self.place is not None and self._extension.is_alone()",
-        "return self.place is not None",
-        ("test_noted_logits.py",),
-    ),
-    Mutation(
-        "upcast logits: the gradient of FP64 logits is no low-precision one",
-        "if cast.dtype in LOW_PRECISION and cast.device == logits.device else None",
-        "if cast.device == logits.device else None",
-        ("test_noted_logits.py",),
-    ),
-    Mutation(
-        "cross_entropy: the gradient is written over no logits that others hold",
-        "is_free = logits.dtype is dtype and ctx.source.may_write(logits)",
-        "is_free = logits.dtype is dtype",
-        ("test_noted_logits.py",),
-    ),
-    Mutation(
-        "upcast logits: an FP32 copy that was written is saved itself",
-        "if low is not None and not torch.equal(low[part].float(), wide):",
-        "if low is None:",
-        ("test_noted_logits.py",),
-    ),
+    *(Mutation(*words) for words in OF_THE_LOSS),
     Mutation(
         "compare_outputs: the ratio of a sequence is the product of its tokens'",
         "sequence = of_tokens.sum(-1).expm1().abs().max().item()",

@@ -26,7 +26,6 @@ Files, the first one to read first:
 - `in_fp32.py`: calls in FP32 of functions whose low-precision kernels give wrong results or sums (`normalize`, for
   example)
 - `lean_loss.py`: `cross_entropy` of FP16 and BF16 logits, in FP32 and without FP32 copies of the logits
-- `sources.py`: FP32 logits that were cast from low precision, and where a loss of them returns its gradient
 - `dynamo.py`: the casts inside torch.compile: while Dynamo traces, the casts of patched functions become nodes of
   its graph
 - `traced_calls.py`: calls of wrapped functions in code that torch.compile traces: Dynamo traces the wrapper's rule

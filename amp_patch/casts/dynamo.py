@@ -65,7 +65,6 @@ NEVER_TRACED = ["around", "frontend", "masters", "multi_tensor", "storage", "tra
 # code object, so if Dynamo compiled them it would recompile that code object for each wrapped function.
 _NEVER_ALONE = (
     *("casts.cpu_half", "casts.in_fp32", "casts.lean_loss", "casts.low_bit", "casts.rules"),
-    "casts.sources",
     *("casts.state", "casts.thread_state", "casts.upcast", "casts.wrappers", "model.edited_dicts"),
     *("model.forward", "model.joints", "model.kept_module", "model.kept_result", "model.masks", "model.mixed_calls"),
     *("model.of_model", "support.blocks", "support.compiled", "support.tree"),

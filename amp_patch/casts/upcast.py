@@ -120,7 +120,7 @@ def _may_exchange_saved() -> bool:
     )
 
 
-TOPMOST = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
+TOPMOST: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
 
 
 def other_hooks() -> bool:
