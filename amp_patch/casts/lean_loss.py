@@ -69,7 +69,6 @@ def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     hooked = alone and TOPMOST(False) is None
     call = functools.partial(_Terms.apply, logits, place, source, low, hooked, target, weight, ignored, smoothing)
     terms = saving_through(AsItIs.of, lambda kept: kept.unpack().detach(), call) if hooked else call()
-    del low, call
     loss = _reduced(terms, target, weight, ignored, smoothing, logits.shape[1], reduction)
     return loss.reshape(shape) if reduction == "none" else loss
 

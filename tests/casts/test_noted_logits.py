@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,12 @@ from training import SGD
 from amp_patch import amp, multi_tensor
 from amp_patch.casts import lean_loss
 
-torchs = functional.cross_entropy  # torch's own function, which no training replaces here
+
+def torchs(*args: Any, **kwargs: Any) -> Tensor:
+    """Call torch's own function; one that a module holds by a name is replaced by the casts."""
+    return inspect.unwrap(functional.cross_entropy)(*args, **kwargs)
+
+
 ROWS, CLASSES = 12, 40
 
 
@@ -153,14 +158,6 @@ def test_logits_that_were_changed_are_no_upcasts_any_more(edit):
     assert torch.equal(loss, torchs(logits, target))
     (found,) = torch.autograd.grad(loss, logits)
     assert torch.equal(found, gradient_of(logits, target))
-
-
-def test_returned_logits_can_be_saved():
-    _, logits, _ = returned()
-    file = io.BytesIO()
-    torch.save(logits, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True), logits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
