@@ -24,14 +24,6 @@ LOW = [dtype for dtype in DTYPES if dtype in (torch.float16, torch.bfloat16)]
 HALF, FULL = torch.float16, torch.float32
 
 
-_OWN = (F.cross_entropy,)  # a tuple: a name of a module is replaced by each installation of casts
-
-
-def torchs_cross_entropy(*args: Any, **kwargs: Any) -> Any:
-    """Call torch's own function, whatever casts are installed."""
-    return _OWN[0](*args, **kwargs)
-
-
 def o1(dtype: torch.dtype = HALF, **options: Any) -> Policy:
     return Policy("O1", dtype=dtype, patch_torch_functions=True, **options)
 
