@@ -289,10 +289,34 @@ def thawed(t: Training) -> None:
     t.iterate()
 
 
+def hooked(t: Training) -> None:
+    """A hook of the user writes each complete gradient, after its copy was queued; another clears one."""
+
+    def halve(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    for param in t.model.parameters():
+        param.register_post_accumulate_grad_hook(halve)
+    t.model[0].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    t.iterate()
+
+
+def copied_before_the_step(t: Training) -> None:
+    t.iterate(steps=1)
+    t.optimizer.zero_grad()
+    t.backward(1)
+    model, optimizer = copy.deepcopy((t.model, t.optimizer))
+    optimizer.step()
+    t.optimizer.step()
+    t.note(model.parameters())
+
+
 WAYS = (
     *(plain, clipped, clipped_on_masters, clipped_by_value, accumulated, accumulated_in_low_precision, overflowing),
     *(scheduled, with_another_group, with_a_grad_scaler, edited, penalized, changed_in_the_body, failing, watched),
     *(as_vectors, averaged, copied, resumed, entered_again, thawed),
+    *(hooked, copied_before_the_step),
 )
 FEW = (plain, clipped, edited, with_a_grad_scaler)
 LEVELS: dict[str, dict[str, Any]] = {
