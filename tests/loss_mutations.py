@@ -207,10 +207,4 @@ OF_THE_LOSS = (
         "is_free = logits.dtype is dtype",
         ("test_noted_logits.py",),
     ),
-    (
-        "cross_entropy: readers of saved tensors have tensors of their own",
-        "saving_through(AsItIs.of, lambda kept: kept.unpack().detach(), call)",
-        "saving_through(AsItIs.of, AsItIs.unpack, call)",
-        ("test_noted_logits.py",),
-    ),
 )
