@@ -100,12 +100,6 @@ OF_THE_LOSS = (
         ("test_lean_loss.py",),
     ),
     (
-        "cross_entropy: logits of more dimensions are served",
-        "if logits.dim() > 3:\n        logits",
-        "if logits.dim() > 4:\n        logits",
-        ("test_lean_loss.py",),
-    ),
-    (
         "cross_entropy: FP16 and BF16 logits are FP32 inside of a block",
         "wide = logits[part].float()",
         "wide = logits[part].bfloat16().float()",
