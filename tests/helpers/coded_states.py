@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -91,16 +89,6 @@ def in_eight_bits(value: Tensor, dtype: torch.dtype) -> Tensor:
 def in_codes(value: Tensor) -> Tensor:
     """Return the codes of a value of an interrupted step."""
     return value if value.numel() < 4096 else in_eight_bits(value, torch.uint8 if (value >= 0).all() else torch.int8)
-
-
-def die_in_the_next_step(optimizer: Any) -> None:
-    """Make rank 1 kill itself by `kill -9` in the optimizer's next step."""
-
-    def killed(*_: Any) -> None:
-        if torch.distributed.get_rank():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    optimizer.register_step_pre_hook(killed)
 
 
 OURS = ("amp_patch.storage.code",)  # how the modules' names begin
