@@ -146,19 +146,6 @@ def fine_quantizer():
     return Net(), F.mse_loss, (torch.randn(32, 8), torch.randn(32, 4))
 
 
-def narrow_kernel():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.places = nn.Linear(4, 1), nn.Parameter(torch.linspace(5.0, 7.0, 64))
-
-        def forward(self, x):
-            z = 6 + 0.5 * torch.tanh(self.layer(x))
-            return torch.exp(-((z - self.places) ** 2) / (2 * 0.01**2)).sum(-1)
-
-    return Net(), F.mse_loss, (torch.randn(32, 4), torch.randn(32))
-
-
 def residual_of_a_solver():
     """Many relaxations, each of which changes little: they stand still in low precision."""
 
