@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import inspect
 import itertools
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -290,18 +288,6 @@ def test_autocast_in_forward_acts_in_parallel_apply(kind: type[Tutorial], around
     for one, other in zip(single, threaded, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
     assert casts_state.current() is None and not torch.is_autocast_enabled("cpu")
-
-
-@needs_clean
-def test_the_default_of_O1_holds_in_data_parallel_s_threads(accelerator: None) -> None:
-    """Around a model that is none of the training, as Apex's users have it: the casts are the process's."""
-    amp.initialize(nn.Linear(4, 2), opt_level="O4")
-    model, x = Tutorial(), torch.ones(3, 4)
-    parallel = functools.partial(nn.DataParallel.parallel_apply, types.SimpleNamespace(device_ids=[0, 1]))
-    parallel([model, model], [x, x], None)
-    with torch.autocast("cpu", enabled=False):  # the thread's own; as with a region of ours, it does not reach others
-        parallel([model, model], [x, x], None)
-    assert model.seen == [BF16] * 4
 
 
 @needs_clean
