@@ -25,10 +25,10 @@ _NEVER = frozenset((*sys.stdlib_module_names, "torch", "functorch", __name__.par
 def replace_in_modules(patches: Patches, replaced: Replaced) -> None:
     """Replace the functions in every module that uses torch, until `patches` are removed.
 
-    The search covers a module's names, the attributes of its classes, and in both places the values of a dict. It does
-    not cover keys of dicts, lists and tuples, because code tests functions by them (`if function in [...]`), nor what a
-    function has stored (defaults, closures, `functools.partial`). If user code assigns to a replaced place, the removal
-    leaves the user's value there.
+    The search covers a module's names, the attributes of its classes, and in both places the values of a dict and
+    the function of a `functools.partial`. It does not cover keys of dicts, lists and tuples, because code tests
+    functions by them (`if function in [...]`), nor what a function has stored (defaults, closures). If user code
+    assigns to a replaced place, the removal leaves the user's value there.
 
     Modules of torch, of amp_patch and of Python's library are skipped. A lazily imported module is searched in its
     present state and not loaded.
@@ -64,7 +64,10 @@ def replace_in_attributes(modules: Iterable[nn.Module], replaced: Replaced) -> P
 
 
 def _instead(replaced: Replaced, value: Any) -> Any:
-    """Return the replacement of `value`, a function or a staticmethod of one; `value` itself if it has none."""
+    """Return the replacement of `value`, a function or a staticmethod or partial of one; `value` itself without one."""
+    if type(value) is functools.partial:
+        inner = _instead(replaced, value.func)
+        return value if inner is value.func else functools.partial(inner, *value.args, **value.keywords)
     function = value.__func__ if type(value) is staticmethod else value
     if (found := replaced.get(id(function))) is None:
         return value
