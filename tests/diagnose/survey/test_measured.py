@@ -126,12 +126,12 @@ def test_no_level_of_a_healthy_model_is_told_and_four_steps_a_level_are_enough(c
 
 
 PLANTED = (*survey_cases.CASES, *survey_function_cases.FUNCTION_CASES, *survey_sum_cases.SUM_CASES)
+OFF = [*CASES, *(case for case in PLANTED if marked(case, "off"))]
+LONG = {survey_sum_cases.total_of_a_loop: pytest.mark.slow}  # a minute: 2,500 calls of its layer in each forward
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "case", [*CASES, *(case for case in PLANTED if marked(case, "off"))], ids=lambda case: case.__name__
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.__name__, marks=LONG.get(case, ())) for case in OFF])
 def test_an_error_that_rounding_does_not_explain_is_told_with_its_line(case, device):
     """Or with the first line of its function: whether one line alone mends it hangs on the CPU's roundings."""
     report = surveyed(case, device)
