@@ -7,6 +7,7 @@ the measurement names at these levels. It is the first line of a function if no 
 from __future__ import annotations
 
 import torch
+from survey_cases import Layer
 from torch import nn
 from torch.nn import functional as F
 
@@ -64,11 +65,7 @@ def linear_attention():
 
 
 def moving_average():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             sums = (self.layer(x) + 3).cumsum(1)  # off: O2 O5
             return (sums[:, 8:] - sums[:, :-8]) / 8 - 3
@@ -79,16 +76,12 @@ def moving_average():
 def near_pairs():
     """Two views that hardly differ: one minus their cosine is below a step of BF16."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
+    class Net(Layer):
         def forward(self, x):
             one, other = self.layer(x), self.layer(x + 0.02 * x.roll(1, 0))  # off: O5
             return 1 - F.cosine_similarity(one, other, dim=-1)  # off: O2
 
-    return Net(), lambda out: out.mean(), (torch.randn(16, 16),)
+    return Net(16, 16), lambda out: out.mean(), (torch.randn(16, 16),)
 
 
 def slopes():
@@ -149,18 +142,14 @@ def fine_quantizer():
 def residual_of_a_solver():
     """Many relaxations, each of which changes little: they stand still in low precision."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
+    class Net(Layer):
         def forward(self, x):
             goal, state = self.layer(x) + 4, torch.zeros_like(x)  # off: O4 O5
             for _ in range(150):
                 state = state + 0.01 * (goal - state)
             return state
 
-    return Net(), F.mse_loss, (torch.randn(8, 8), torch.randn(8, 8))
+    return Net(8, 8), F.mse_loss, (torch.randn(8, 8), torch.randn(8, 8))
 
 
 def loss_of_a_ratio():
@@ -216,11 +205,7 @@ def load_of_experts():
 
 
 def determinant_by_hand():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             a, b, c, d = (1 + 0.02 * self.layer(x)).unbind(-1)  # off: O4 O5
             return (a * d - b * c)[:, None]
@@ -229,16 +214,12 @@ def determinant_by_hand():
 
 
 def softmin_of_energies():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 6)
-
+    class Net(Layer):
         def forward(self, x):
             energy = 900 + self.layer(x)  # off: O1 O2 O4 O5
             return (-energy).softmax(-1) - torch.eye(6, device=x.device, dtype=energy.dtype)[0]
 
-    return Net(), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 6))
+    return Net(8, 6), F.mse_loss, (torch.randn(16, 8), torch.randn(16, 6))
 
 
 def residual_stream():
@@ -259,16 +240,12 @@ def residual_stream():
 def product_of_many():
     """A product whose factors are ordinary numbers, and which is below the smallest one of FP16."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 32)
-
+    class Net(Layer):
         def forward(self, x):
             likelihoods = self.layer(x).sigmoid()
             return likelihoods.prod(-1) * 1e9  # off: O2
 
-    return Net(), F.mse_loss, (torch.randn(16, 8), torch.randn(16))
+    return Net(8, 32), F.mse_loss, (torch.randn(16, 8), torch.randn(16))
 
 
 CASES = (

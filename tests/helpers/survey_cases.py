@@ -19,6 +19,12 @@ from torch.nn import functional as F
 FLOAT32 = torch.finfo(torch.float32)
 
 
+class Layer(nn.Module):
+    def __init__(self, features=4, results=4):
+        super().__init__()
+        self.layer = nn.Linear(features, results)
+
+
 def marked(case: Callable, word: str = "breaks") -> dict[int, set[str]]:
     """Return {line number: levels} from the comments of a case."""
     lines, first = inspect.getsourcelines(case)
@@ -106,11 +112,7 @@ def years():
 
 
 def years_near_the_first_prediction():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x, y):
             return F.l1_loss(input=self.layer(x) + 3000, target=y)  # breaks: O1 O2 O3 O4 O5 O6 O7
 
@@ -195,17 +197,13 @@ def mask_that_is_subtracted():
 
 
 def row_of_a_logsumexp():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 4)
-
+    class Net(Layer):
         def forward(self, x, keep):
             return torch.logsumexp(self.layer(x) - (1 - keep) * 1e9, -1)  # breaks: O2 O3
 
     keep = torch.ones(6, 4)
     keep[2] = 0
-    return Net(), lambda y, target: F.mse_loss(y.clamp(min=-9), target), (torch.randn(6, 8), keep, torch.randn(6))
+    return Net(8, 4), lambda y, target: F.mse_loss(y.clamp(min=-9), target), (torch.randn(6, 8), keep, torch.randn(6))
 
 
 def mask_in_fused_attention():
@@ -267,11 +265,7 @@ def epsilon_in_a_quotient():
 
 
 def epsilon_in_a_logarithm():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             guarded = self.layer(x).relu() + 1e-8  # breaks: O1 O2 O3
             return guarded.log()
@@ -280,11 +274,7 @@ def epsilon_in_a_logarithm():
 
 
 def epsilon_that_is_not_needed():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             h = self.layer(x)
             return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-8)
@@ -344,11 +334,7 @@ def float_indices():
 
 
 def lengths():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x, lengths):
             short = (lengths < 1000)[:, None, None]
             inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]  # breaks: O2 O3 O5 O7
@@ -391,11 +377,7 @@ def average_inside():
 def copied_rows():
     """As a graph net's layer for each degree: rows are copied into memory that has no numbers yet."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
+    class Net(Layer):
         def forward(self, x):
             memory = torch.empty(6, 8)
             memory.untyped_storage().copy_(torch.full((6, 8), 1e38).untyped_storage())
@@ -404,7 +386,7 @@ def copied_rows():
                 rows.index_copy_(0, half, self.layer(x[half]))
             return rows
 
-    return Net(), F.mse_loss, (torch.randn(6, 8), torch.randn(6, 8))
+    return Net(8, 8), F.mse_loss, (torch.randn(6, 8), torch.randn(6, 8))
 
 
 CASES = (

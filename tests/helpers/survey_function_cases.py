@@ -5,34 +5,27 @@ from __future__ import annotations
 import warnings
 
 import torch
+from survey_cases import Layer
 from torch import nn
 from torch.nn import functional as F
 
 
 def linear_algebra():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 16)
-
+    class Net(Layer):
         def forward(self, x):
             m = self.layer(x).view(-1, 4, 4)
             return torch.linalg.inv(m @ m.mT + torch.eye(4, dtype=m.dtype, device=m.device))  # breaks: O2 O3 O5 O7
 
-    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4, 4))
+    return Net(4, 16), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4, 4))
 
 
 def ctc():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 5)
-
+    class Net(Layer):
         def forward(self, x, y):
             inputs, targets = torch.full((2,), 12), torch.full((2,), 3)
             return F.ctc_loss(self.layer(x).log_softmax(-1), y, inputs, targets)  # breaks: O2 O3 O5 O7
 
-    return Net(), lambda loss: loss, (torch.randn(12, 2, 4), torch.randint(1, 5, (2, 3)))
+    return Net(4, 5), lambda loss: loss, (torch.randn(12, 2, 4), torch.randint(1, 5, (2, 3)))
 
 
 def custom_fwd():
@@ -49,11 +42,7 @@ def custom_fwd():
             (x,) = ctx.saved_tensors
             return 3 * x * x * gradient
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             return Cube.apply(self.layer(x))  # breaks: O2 O3 O5 O7
 
@@ -61,11 +50,7 @@ def custom_fwd():
 
 
 def autocast_to_fp32():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             h = self.layer(x)
             with warnings.catch_warnings():
@@ -78,78 +63,54 @@ def autocast_to_fp32():
 
 
 def spectrogram():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(16, 4)
-
+    class Net(Layer):
         def forward(self, x):
             return self.layer(torch.fft.rfft(x).abs())  # breaks: O2 O3 O5 O7
 
-    return Net(), F.mse_loss, (torch.randn(8, 30), torch.randn(8, 4))
+    return Net(16, 4), F.mse_loss, (torch.randn(8, 30), torch.randn(8, 4))
 
 
 def categorical_of_many():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 1000)
-
+    class Net(Layer):
         def forward(self, x):
             policy = torch.distributions.Categorical(self.layer(x).softmax(-1))
             return policy.log_prob(torch.arange(len(x), device=x.device))  # off: O2 O3 O5 O7
 
-    return Net(), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
+    return Net(4, 1000), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
 
 
 def categorical_of_few():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 6)
-
+    class Net(Layer):
         def forward(self, x):
             return torch.distributions.Categorical(self.layer(x).softmax(-1)).log_prob(torch.arange(6, device=x.device))
 
-    return Net(), F.mse_loss, (torch.randn(6, 4), torch.zeros(6))
+    return Net(4, 6), F.mse_loss, (torch.randn(6, 4), torch.zeros(6))
 
 
 def categorical_of_logits():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 1000)
-
+    class Net(Layer):
         def forward(self, x):
             return torch.distributions.Categorical(logits=self.layer(x)).log_prob(torch.arange(len(x), device=x.device))
 
-    return Net(), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
+    return Net(4, 1000), F.mse_loss, (torch.randn(8, 4), torch.zeros(8))
 
 
 def matrix_exponential():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 16)
-
+    class Net(Layer):
         def forward(self, x):
             m = self.layer(x).view(-1, 4, 4)
             return torch.matrix_exp(m - m.mT)
 
-    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4, 4))
+    return Net(4, 16), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 4, 4))
 
 
 def large_matrix_exponential():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 16)
-
+    class Net(Layer):
         def forward(self, x):
             m = self.layer(x).view(-1, 4, 4) + 12 * torch.eye(4, dtype=x.dtype, device=x.device)
             return torch.matrix_exp(m).log()  # breaks: O2 O3
 
-    return Net(), lambda y, target: y.nan_to_num().square().mean(), (torch.randn(8, 4) / 4, torch.randn(8, 4, 4))
+    return Net(4, 16), lambda y, target: y.nan_to_num().square().mean(), (torch.randn(8, 4) / 4, torch.randn(8, 4, 4))
 
 
 def numpy_of_outputs():
@@ -161,28 +122,20 @@ def numpy_of_outputs():
 
 
 def loss_inside():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 5)
-
+    class Net(Layer):
         def forward(self, x, y):
             return F.cross_entropy(self.layer(x), y)
 
-    return Net(), lambda loss: loss, (torch.randn(64, 4), torch.randint(0, 5, (64,)))
+    return Net(4, 5), lambda loss: loss, (torch.randn(64, 4), torch.randint(0, 5, (64,)))
 
 
 def low_temperature():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 5)
-
+    class Net(Layer):
         def forward(self, x):
             logits = self.layer(x) / 1e-4
             return logits.softmax(-1)  # breaks: O1 O2 O3 O4 O5 O6 O7
 
-    return Net(), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 5).softmax(-1))
+    return Net(4, 5), F.mse_loss, (torch.randn(8, 4), torch.randn(8, 5).softmax(-1))
 
 
 def norm_of_small_variances():
@@ -229,11 +182,7 @@ def norm_of_small_numbers():
 
 
 def squares():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             h = self.layer(x)
             return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)  # breaks: O1 O2 O3
@@ -242,11 +191,7 @@ def squares():
 
 
 def large_inputs():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             return self.layer(torch.log1p(x) / 14)
 
@@ -254,11 +199,7 @@ def large_inputs():
 
 
 def small_gradients():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             return self.layer(x)  # breaks: O3
 
@@ -266,11 +207,7 @@ def small_gradients():
 
 
 def mixed_types():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             return self.layer(x + torch.arange(4.0, device=x.device))  # breaks: O2 O3 O5 O7
 
@@ -308,11 +245,7 @@ def fp32_that_is_converted_back():
 
 
 def small_products():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Net(Layer):
         def forward(self, x):
             h = self.layer(x) * 1e-9  # off: O1 O2 O3
             return h.relu() * 1e9

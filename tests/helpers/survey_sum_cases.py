@@ -5,14 +5,9 @@ from __future__ import annotations
 import warnings
 
 import torch
+from survey_cases import Layer
 from torch import nn
 from torch.nn import functional as F
-
-
-class Layer(nn.Module):
-    def __init__(self, features=4, results=4):
-        super().__init__()
-        self.layer = nn.Linear(features, results)
 
 
 class Averaging(Layer):
