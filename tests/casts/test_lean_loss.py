@@ -161,7 +161,10 @@ def test_what_the_blocks_do_not_know_has_torchs_numbers(patched: Any, kind: str)
     wide = [each.float() if torch.is_tensor(each) and each.dtype in LOW else each for each in given]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of the older arguments
-        assert same(patched(*given), torchs(*wide))
+        mine, theirs = patched(*given), torchs(*wide)
+    assert same(mine, theirs)
+    if given[1].requires_grad:
+        assert same(*(torch.autograd.grad(each, given[1])[0] for each in (mine, theirs)))
 
 
 def test_second_derivatives(patched: Any) -> None:
