@@ -82,9 +82,8 @@ class ScalerLosses:
 
         They are as if `scale_loss` had scaled them for this `optimizer`.
         """
-        own = (id(optimizer),)
-        losses = self._of_scaler.pop(id(scaler), [])
-        return [each._replace(key=(id(scaler), *own), optimizers=own) for _, each in losses]
+        key = id(scaler), id(optimizer)
+        return [each._replace(key=key, optimizers=key[1:]) for _, each in self._of_scaler.pop(id(scaler), [])]
 
 
 @dataclass
